@@ -1,0 +1,170 @@
+"""Wire format 1: a 64-byte header, then scales, then codes, in one uint8 tensor (docs/wire.md)."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from laconic._key import Key
+from laconic.errors import WireError
+
+MAGIC = b"LCNC"
+VERSION = 1
+HEADER_BYTES = 64
+ALIGN = 16
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PAYLOAD_DTYPES = (None, *DTYPES, torch.int8, torch.uint8, torch.int32)
+
+# magic, version, codec, dtype, bits | count | block, levels, workers | norm, payload dtype,
+# ratio | alpha | inner and outer norm | body bytes | payload offset, crc of all before
+_LAYOUT = struct.Struct("<4sBBBBQIIIBBHdffQI")
+_CRC = struct.Struct("<I")
+assert _LAYOUT.size + _CRC.size == HEADER_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a wire says of itself. Fields that a codec does not use are zero."""
+
+    codec: int
+    dtype: torch.dtype
+    numel: int
+    body_bytes: int
+    payload_offset: int = 0
+    payload_dtype: torch.dtype | None = None
+    bits: int = 0
+    block: int = 0
+    levels: int = 0
+    workers: int = 1
+    norm: int = 0
+    ratio: int = 0
+    alpha: float = 0.0
+    inner: float = 0.0
+    outer: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the whole wire."""
+        return HEADER_BYTES + self.body_bytes
+
+    def pack(self) -> bytes:
+        """The 64 bytes."""
+        head = _LAYOUT.pack(
+            MAGIC,
+            VERSION,
+            self.codec,
+            DTYPES.index(self.dtype),
+            self.bits,
+            self.numel,
+            self.block,
+            self.levels,
+            self.workers,
+            self.norm,
+            PAYLOAD_DTYPES.index(self.payload_dtype),
+            self.ratio,
+            self.alpha,
+            self.inner,
+            self.outer,
+            self.body_bytes,
+            self.payload_offset,
+        )
+        return head + _CRC.pack(zlib.crc32(head))
+
+    @staticmethod
+    def unpack(head: bytes) -> Header:
+        """Read 64 bytes; WireError unless they are a header of this version, unaltered."""
+        if len(head) < HEADER_BYTES:
+            raise WireError(f"a wire has a header of {HEADER_BYTES} bytes; {len(head)} bytes came")
+        if head[:4] != MAGIC:
+            raise WireError(f"these bytes are not a laconic wire: they start with {head[:4]!r}")
+        if head[4] != VERSION:
+            raise WireError(
+                f"wire format {head[4]} came, this laconic reads {VERSION}: "
+                "install the same version on every rank"
+            )
+        if zlib.crc32(head[: _LAYOUT.size]) != _CRC.unpack_from(head, _LAYOUT.size)[0]:
+            raise WireError("the wire's header is damaged (its check sum does not match)")
+        part = _LAYOUT.unpack_from(head)
+        if part[3] >= len(DTYPES) or part[10] >= len(PAYLOAD_DTYPES):
+            raise WireError("the wire's header names a dtype that this laconic does not know")
+        return Header(
+            codec=part[2],
+            dtype=DTYPES[part[3]],
+            bits=part[4],
+            numel=part[5],
+            block=part[6],
+            levels=part[7],
+            workers=part[8],
+            norm=part[9],
+            payload_dtype=PAYLOAD_DTYPES[part[10]],
+            ratio=part[11],
+            alpha=part[12],
+            inner=part[13],
+            outer=part[14],
+            body_bytes=part[15],
+            payload_offset=part[16],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """One encoded tensor: `data` is what travels, the rest both sides know."""
+
+    data: Tensor = field(repr=False)
+    key: Key
+    shape: torch.Size
+    dtype: torch.dtype
+    header: Header = field(repr=False)
+
+    @staticmethod
+    def parse(data: Tensor, *, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Wire:
+        """Check received bytes and wrap them.
+
+        Reads the header on the host: on a CUDA tensor this waits for the device.
+        """
+        if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+            raise WireError("a wire is a contiguous uint8 tensor of one dimension")
+        header = Header.unpack(bytes(data[:HEADER_BYTES].tolist()))
+        if data.numel() != header.nbytes:
+            raise WireError(f"the wire should have {header.nbytes} bytes, but has {data.numel()}")
+        if header.numel != math.prod(shape):
+            raise WireError(f"the wire holds {header.numel} values; shape {tuple(shape)} does not")
+        if header.dtype != dtype:
+            raise WireError(f"the wire holds {header.dtype}, not {dtype}")
+        return Wire(data=data, key=key, shape=torch.Size(shape), dtype=dtype, header=header)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel, header included."""
+        return self.header.nbytes
+
+    @property
+    def payload(self) -> Tensor:
+        """The part of `data` that a collective may add up, with its type."""
+        dtype = self.header.payload_dtype
+        if dtype is None:
+            raise TypeError(
+                "this codec's wires cannot be summed; use none, fp16, bf16 or global, "
+                "or exchange and decode each wire"
+            )
+        tail = self.data[HEADER_BYTES + self.header.payload_offset : self.header.nbytes]
+        typed = tail.view(dtype)
+        return typed if dtype == torch.uint8 else typed[: self.header.numel]
+
+
+@lru_cache(maxsize=4096)
+def header_tensor(head: bytes, device: torch.device) -> Tensor:
+    """The header as a tensor on the device, made once: writing it later is a device copy."""
+    return torch.frombuffer(bytearray(head), dtype=torch.uint8).to(device)
+
+
+def aligned(size: int) -> int:
+    """Round up to what the next section starts on."""
+    return -(-size // ALIGN) * ALIGN

@@ -1,0 +1,199 @@
+"""The contract that every codec keeps: tensor → one uint8 wire → tensor."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from laconic._key import Key
+from laconic._wire import ALIGN, DTYPES, HEADER_BYTES, Header, Wire, header_tensor
+from laconic.errors import ConfigError, WireError
+
+MAX_NUMEL = (1 << 32) - 1  # draws are counted in 32 bits
+
+
+@dataclass(frozen=True)
+class Into:
+    """Where and how a decode ends: out (+)= weight · value."""
+
+    out: Tensor
+    add: bool = False
+    weight: float = 1.0
+    side: Tensor | None = None
+    failed: Tensor | None = None
+
+
+class Codec(ABC):
+    """How few bits say a tensor. Subclasses are frozen dataclasses: settings, no state.
+
+    `unbiased`: the mean of decode(encode(x)) over keys is x. `summable`: wires of several
+    workers may be added while encoded (`wire.payload`, `decode_sum`).
+    """
+
+    name: ClassVar[str]
+    id: ClassVar[int]
+    unbiased: ClassVar[bool]
+    summable: ClassVar[bool] = False
+
+    def encode(
+        self,
+        x: Tensor,
+        key: Key,
+        norm: Tensor | float | None = None,
+        workers: int | None = None,
+        out: Tensor | None = None,
+    ) -> Wire:
+        """Encode x into one uint8 tensor on its device, `out` if given.
+
+        `norm` (for global codecs) is the scale that all workers share and `workers` the number
+        of wires that will be added. Encoding never waits for the device.
+        """
+        flat = flat_input(x)
+        workers = 1 if workers is None else workers
+        if not isinstance(workers, int) or workers < 1:
+            raise ConfigError(f"workers must be a positive integer, not {workers!r}")
+        header, head = _header_of(self, flat.numel(), x.dtype, workers)
+        data = _buffer(out, header.nbytes, flat.device)
+        data[:HEADER_BYTES].copy_(header_tensor(head, flat.device))
+        if flat.numel():
+            self._write(flat, key, data[HEADER_BYTES:], header, norm)
+        return Wire(data=data, key=key, shape=x.shape, dtype=x.dtype, header=header)
+
+    def decode(
+        self,
+        wire: Wire,
+        side: Tensor | None = None,
+        out: Tensor | None = None,
+        add: bool = False,
+        weight: float = 1.0,
+        failed: Tensor | None = None,
+    ) -> Tensor:
+        """Decode, times `weight`, into `out`; with `add`, onto it.
+
+        `out` may have any of the three dtypes; without it the result has the encoded tensor's
+        shape and dtype. `side` and `failed` are NDQSG's: side information, and a uint8 tensor
+        that gets 1 for each check that disagrees. Decoding never waits for the device.
+        """
+        expected, _ = _header_of(self, wire.header.numel, wire.dtype, wire.header.workers)
+        if wire.header != expected:
+            raise WireError(
+                f"this wire was not written by {self}: decode it with the codec, settings and "
+                "shape that encoded it"
+            )
+        target = output(out, wire.shape, wire.dtype, wire.data.device, add)
+        if target.numel():
+            body = wire.data[HEADER_BYTES : wire.header.nbytes]
+            into = Into(target.view(-1), add, float(weight), side, failed)
+            self._read(wire, body, into)
+        return target
+
+    def decode_sum(
+        self,
+        payload: Tensor,
+        keys: Sequence[Key],
+        *,
+        norm: Tensor | float | None = None,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        out: Tensor | None = None,
+        add: bool = False,
+        weight: float = 1.0,
+    ) -> Tensor:
+        """The mean over workers, decoded from the sum of their payloads.
+
+        `keys` are the workers' keys, one each, as they encoded; `norm` is the shared scale.
+        """
+        raise TypeError(f"wires of {self.name} cannot be summed; decode each and add")
+
+    def nbytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Length of the wire of `numel` values (exact here; an upper bound where it varies)."""
+        return _header_of(self, numel, dtype, 1)[0].nbytes
+
+    @abstractmethod
+    def variance_bound(self, d: int) -> float | None:
+        """Bound on E‖Q(v) - v‖² / ‖v‖² over all v of d values, or None if there is none."""
+
+    @abstractmethod
+    def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
+        """The header of a wire: its lengths and settings."""
+
+    @abstractmethod
+    def _write(
+        self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
+    ) -> None:
+        """Encode flat, non-empty x into the body."""
+
+    @abstractmethod
+    def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
+        """Decode the body into flat, non-empty into.out."""
+
+    def __str__(self) -> str:
+        """The text that `laconic.codec` turns into this codec."""
+        settings = []
+        for item in fields(self):  # pyright: ignore[reportArgumentType] (subclasses are dataclasses)
+            value = getattr(self, item.name)
+            if isinstance(value, float):
+                value = f"{value:g}"
+            elif value is None:
+                value = "tensor" if item.name == "block" else None
+            if value is not None:
+                settings.append(f"{item.name}={value}")
+        return f"{self.name}:{','.join(settings)}" if settings else self.name
+
+
+@lru_cache(maxsize=4096)
+def _header_of(
+    codec: Codec, numel: int, dtype: torch.dtype, workers: int
+) -> tuple[Header, bytes]:
+    header = codec._header(numel, dtype, workers)
+    return header, header.pack()
+
+
+def flat_input(x: Tensor) -> Tensor:
+    """x as a contiguous vector without gradient history; TypeError if it is no gradient."""
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            f"codecs take float32, float16 or bfloat16 tensors, not {x.dtype}; "
+            "convert it, or send it uncompressed"
+        )
+    if x.layout != torch.strided:
+        raise TypeError("codecs take dense tensors; send sparse gradients uncompressed")
+    if x.numel() > MAX_NUMEL:
+        raise ValueError(f"a tensor may hold {MAX_NUMEL} values, not {x.numel()}: split it")
+    return x.detach().contiguous().view(-1)
+
+
+def output(
+    out: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device, add: bool
+) -> Tensor:
+    """Check `out`, or make one."""
+    if out is None:
+        if add:
+            raise ValueError("add=True adds onto out: give out=")
+        return torch.empty(shape, dtype=dtype, device=device)
+    if out.dtype not in DTYPES:
+        raise TypeError(f"out must be float32, float16 or bfloat16, not {out.dtype}")
+    if out.numel() != math.prod(shape) or not out.is_contiguous() or out.device != device:
+        raise ValueError(
+            f"out must be contiguous, on {device}, and hold {math.prod(shape)} values"
+        )
+    return out.detach()
+
+
+def _buffer(out: Tensor | None, size: int, device: torch.device) -> Tensor:
+    if out is None:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous():
+        raise ValueError("out must be a contiguous uint8 tensor of one dimension")
+    if out.device != device or out.numel() < size or out.data_ptr() % ALIGN:
+        raise ValueError(
+            f"out must be on {device}, hold {size} bytes and start on a {ALIGN}-byte boundary"
+        )
+    return out[:size]

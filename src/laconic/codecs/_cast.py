@@ -1,0 +1,119 @@
+"""none, fp16, bf16: the baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from laconic._key import Key
+from laconic._wire import Header, Wire, aligned
+from laconic.codecs._base import Codec, Into, output
+from laconic.codecs._linear import no_norm
+
+
+class _Cast(Codec):
+    """Send the values in another float type, or as they are.
+
+    A wire in fp16 that is to be added to others is divided by their number first, so that the
+    sum overflows only where the mean does; elsewhere division waits for `decode_sum`. A value
+    too large for fp16 becomes infinite, which GradScaler and NaN checks see.
+    """
+
+    summable: ClassVar[bool] = True
+    _sent: ClassVar[torch.dtype | None] = None
+
+    def variance_bound(self, d: int) -> float | None:
+        return None
+
+    def decode_sum(
+        self,
+        payload: Tensor,
+        keys: Sequence[Key],
+        *,
+        norm: Tensor | float | None = None,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        out: Tensor | None = None,
+        add: bool = False,
+        weight: float = 1.0,
+    ) -> Tensor:
+        no_norm(self.name, norm)
+        shape = payload.shape if shape is None else torch.Size(shape)
+        target = output(out, shape, dtype, payload.device, add)
+        divisor = 1 if payload.dtype == torch.float16 else len(keys)
+        _accumulate(payload, target.view(-1), weight / divisor, add)
+        return target
+
+    def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
+        sent = self._sent or dtype
+        return Header(
+            codec=self.id,
+            dtype=dtype,
+            numel=numel,
+            body_bytes=aligned(numel * sent.itemsize),
+            payload_dtype=sent,
+            bits=8 * sent.itemsize,
+            workers=workers,
+        )
+
+    def _write(
+        self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
+    ) -> None:
+        no_norm(self.name, norm)
+        payload = body.view(header.payload_dtype)
+        payload[x.numel() :].zero_()
+        if header.workers > 1 and payload.dtype == torch.float16:
+            torch.mul(x, 1.0 / header.workers, out=payload[: x.numel()])
+        else:
+            payload[: x.numel()].copy_(x)
+
+    def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
+        payload, weight = wire.payload, into.weight
+        if wire.header.workers > 1 and payload.dtype == torch.float16:
+            weight *= wire.header.workers
+        _accumulate(payload, into.out, weight, into.add)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uncompressed(_Cast):
+    """`none`: the values as they are. The baseline of every test and plot."""
+
+    name: ClassVar[str] = "none"
+    id: ClassVar[int] = 0
+    unbiased: ClassVar[bool] = True
+
+    def variance_bound(self, d: int) -> float | None:
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP16(_Cast):
+    """`fp16`: half precision, rounded to nearest (so not unbiased)."""
+
+    name: ClassVar[str] = "fp16"
+    id: ClassVar[int] = 1
+    unbiased: ClassVar[bool] = False
+    _sent: ClassVar[torch.dtype | None] = torch.float16
+
+
+@dataclass(frozen=True, kw_only=True)
+class BF16(_Cast):
+    """`bf16`: bfloat16, rounded to nearest (so not unbiased)."""
+
+    name: ClassVar[str] = "bf16"
+    id: ClassVar[int] = 2
+    unbiased: ClassVar[bool] = False
+    _sent: ClassVar[torch.dtype | None] = torch.bfloat16
+
+
+def _accumulate(payload: Tensor, out: Tensor, weight: float, add: bool) -> None:
+    if add:
+        out.add_(payload, alpha=weight)
+    elif weight == 1.0:
+        out.copy_(payload)
+    else:
+        torch.mul(payload, weight, out=out)

@@ -1,0 +1,113 @@
+"""What the linear codecs share: checking settings, and the sections scales | codes of a wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic._key import Key, Stream
+from laconic._wire import Header, aligned
+from laconic.codecs._base import Into
+from laconic.errors import ConfigError
+from laconic.kernels import ScaleKind, backend
+from laconic.kernels._layout import blocks, code_offset, fixed_bits, packed_bytes
+
+MAX_BLOCK = (1 << 32) - 1
+UNSET: Any = None  # default of a setting that __post_init__ fills in
+
+
+def set_width(codec: Any, default_bits: int) -> None:
+    """Fill in whichever of bits= and levels= was not given."""
+    bits, levels = codec.bits, codec.levels
+    if bits is None and levels is None:
+        bits = default_bits
+    for name, value in (("bits", bits), ("levels", levels)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ConfigError(f"{codec.name}: {name} must be an integer, not {value!r}")
+    if bits is not None and not 2 <= bits <= 8:
+        raise ConfigError(
+            f"{codec.name}: bits must be from 2 to 8, not {bits}; one bit would be a sign "
+            "without a magnitude (s = 0 levels)"
+        )
+    if levels is None:
+        levels = (1 << (bits - 1)) - 1
+    if not 1 <= levels <= 127:
+        raise ConfigError(f"{codec.name}: levels must be from 1 to 127, not {levels}")
+    if bits is not None and bits != fixed_bits(levels):
+        raise ConfigError(
+            f"{codec.name}: {levels} levels take {fixed_bits(levels)} bits, not {bits}; "
+            "give one of bits= and levels="
+        )
+    object.__setattr__(codec, "bits", fixed_bits(levels))
+    object.__setattr__(codec, "levels", levels)
+
+
+def check_block(name: str, block: int | None) -> None:
+    """A block is a positive integer, or None for the whole tensor."""
+    if block is None:
+        return
+    if not isinstance(block, int) or isinstance(block, bool) or not 1 <= block <= MAX_BLOCK:
+        raise ConfigError(
+            f"{name}: block must be a positive integer, or tensor for one scale; not {block!r}"
+        )
+
+
+def check_choice(name: str, setting: str, value: object, allowed: tuple[str, ...]) -> None:
+    """A setting with named values."""
+    if value not in allowed:
+        raise ConfigError(f"{name}: {setting} must be one of {', '.join(allowed)}; not {value!r}")
+
+
+def no_norm(name: str, norm: object) -> None:
+    """Codecs with scales of their own refuse a shared one."""
+    if norm is not None:
+        raise TypeError(f"{name} finds its own scales; norm= is for global and global-exp")
+
+
+def lengths(numel: int, block: int, bits: int) -> dict[str, int]:
+    """Header fields: where the codes start and where the body ends."""
+    start = aligned(4 * blocks(numel, block))
+    return {"payload_offset": start, "body_bytes": start + packed_bytes(numel, bits)}
+
+
+def sections(body: Tensor, header: Header) -> tuple[Tensor, Tensor]:
+    """Scales (fp32) and codes (bytes, or int32 at 32 bits) as views of the body."""
+    count = blocks(header.numel, header.block)
+    codes = body[header.payload_offset :]
+    if header.bits == 32:
+        codes = codes.view(torch.int32)[: header.numel]
+    return body[: 4 * count].view(torch.float32), codes
+
+
+def write(x: Tensor, key: Key, body: Tensor, header: Header, kind: ScaleKind) -> None:
+    """Quantize x into the body's two sections."""
+    scales, codes = sections(body, header)
+    backend(x.device).quantize(
+        x,
+        scales,
+        codes,
+        stream=key.stream(),
+        block=header.block,
+        levels=header.levels,
+        bits=header.bits,
+        kind=kind,
+    )
+
+
+def read(body: Tensor, header: Header, into: Into, *, stream: Stream | None) -> None:
+    """Decode the body's two sections; with a stream, subtract its dither."""
+    scales, codes = sections(body, header)
+    backend(body.device).dequantize(
+        codes,
+        scales,
+        into.out,
+        stream=stream,
+        block=header.block,
+        levels=header.levels,
+        bits=header.bits,
+        offset=code_offset(header.levels, header.bits),
+        weight=into.weight,
+        add=into.add,
+    )

@@ -1,0 +1,13 @@
+"""The errors laconic raises on purpose. Each message says what to do next."""
+
+
+class LaconicError(Exception):
+    """Base of all errors that laconic raises on purpose."""
+
+
+class ConfigError(LaconicError, ValueError):
+    """A setting that cannot work, found when the object is made."""
+
+
+class WireError(LaconicError, ValueError):
+    """Bytes that no encoder with these settings could have produced."""

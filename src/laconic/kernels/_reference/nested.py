@@ -1,0 +1,103 @@
+"""Nested (modular) quantization: send the position inside a coarse cell, and a check.
+
+    r = (t + dither) >> F            index on the fine lattice D1·Z
+    c = floor((r + (ρ-1)/2) / ρ)     coarse cell, not sent
+    q = r - ρ·c                      sent, ρ symbols
+    check[b] = Σ c·(dither | 1) mod 256 over 512 elements
+
+The decoder resolves the cell with y, which is near x:  k = round((W - 2·t_y) / (ρ·2^(F+1))),
+c = -k. A single wrong cell always changes the check (its weight is odd); a block with several
+escapes with probability of about 1/128.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laconic._key import Stream
+from laconic.kernels._layout import (
+    CHECK_GROUPS,
+    SIDE_LIMIT,
+    ScaleKind,
+    fraction_bits,
+    groups,
+)
+from laconic.kernels._reference.linear import grouped, scaled, scales, store
+from laconic.kernels._reference.pack import pack, unpack
+from laconic.kernels._reference.random import dither
+
+
+def nested_quantize(
+    x: Tensor,
+    scale: Tensor,
+    checks: Tensor,
+    payload: Tensor,
+    *,
+    stream: Stream,
+    block: int,
+    levels: int,
+    ratio: int,
+    alpha: float,
+    bits: int,
+    kind: ScaleKind,
+) -> None:
+    """Encode x modulo `ratio` fine steps of scale/levels."""
+    scales(x, scale, block=block, kind=kind)
+    fraction = fraction_bits(levels)
+    r = dither(stream, groups(x.numel()), fraction, x.device)
+    t = torch.round(scaled(x, scale, block, alpha * (levels << fraction))).to(torch.int64)
+    index = (t + r) >> fraction
+    half = (ratio - 1) // 2
+    cell = torch.div(index + half, ratio, rounding_mode="floor")
+    checks.copy_(_check(cell, r))
+    payload.copy_(pack(index - ratio * cell + half, bits).view(-1))
+
+
+def nested_dequantize(
+    payload: Tensor,
+    scale: Tensor,
+    checks: Tensor,
+    side: Tensor,
+    out: Tensor,
+    failed: Tensor,
+    *,
+    stream: Stream,
+    block: int,
+    levels: int,
+    ratio: int,
+    alpha: float,
+    bits: int,
+    weight: float,
+    add: bool,
+) -> None:
+    """Decode with side information; `failed` gets 1 per check block whose cells are wrong."""
+    count = groups(out.numel())
+    fraction = fraction_bits(levels)
+    r = dither(stream, count, fraction, out.device)
+    q = unpack(payload.view(count, 16 * bits), bits).to(torch.int64) - (ratio - 1) // 2
+    w = (q << (fraction + 1)) - (2 * r + 1) + (1 << fraction)
+    y = scaled(side, scale, block, alpha * (levels << fraction))
+    ty = torch.round(y.nan_to_num(nan=0.0).clamp(-SIDE_LIMIT, SIDE_LIMIT)).to(torch.int64)
+    period = ratio << (fraction + 1)
+    k = torch.div(w - 2 * ty + period // 2, period, rounding_mode="floor")
+    failed.copy_(_check(-k, r) != checks)
+    beta = float(np.float32((1.0 - alpha * alpha) * weight))
+    store(
+        w - period * k,
+        scale,
+        out,
+        block=block,
+        unit=alpha / (levels << (fraction + 1)),
+        weight=weight,
+        add=add,
+        extra=grouped(side.to(torch.float32)) * beta,
+    )
+
+
+def _check(cell: torch.Tensor, r: torch.Tensor) -> Tensor:
+    """Weighted sums of cells, mod 256, one per CHECK_GROUPS groups."""
+    sums = (cell * (r | 1)).sum(1)
+    sums = torch.nn.functional.pad(sums, (0, -sums.numel() % CHECK_GROUPS))
+    return (sums.view(-1, CHECK_GROUPS).sum(1) & 0xFF).to(torch.uint8)

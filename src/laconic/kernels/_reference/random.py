@@ -1,0 +1,28 @@
+"""The draws of `laconic._key`, in torch. 32-bit words live in int64, masked after each step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic._key import Stream
+from laconic.kernels._layout import GROUP
+
+_MASK = 0xFFFFFFFF
+
+
+def draws(stream: Stream, count: int, device: torch.device) -> Tensor:
+    """The 32-bit draws 0 .. count-1 of a stream, as int64."""
+    h = (torch.arange(count, device=device) + stream.k0) & _MASK
+    h ^= h >> 16
+    h = (h * 0x7FEB352D) & _MASK
+    h ^= h >> 15
+    h ^= stream.k1
+    h = (h * 0x846CA68B) & _MASK
+    return h ^ (h >> 16)
+
+
+def dither(stream: Stream, groups: int, fraction: int, device: torch.device) -> Tensor:
+    """r of every element, shape (groups, 128): the top `fraction` bits of its 16."""
+    h = draws(stream, groups * GROUP // 2, device).view(groups, GROUP // 2)
+    return torch.cat([h & 0xFFFF, h >> 16], dim=1) >> (16 - fraction)
