@@ -1,4 +1,4 @@
-"""Wire format 1: a 64-byte header, then scales, then codes, in one uint8 tensor (docs/wire.md)."""
+"""Wire format 1: a 64-byte header, then codes, then scales, in one uint8 tensor (docs/wire.md)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from laconic._key import Key
 from laconic.errors import WireError
+from laconic.kernels._layout import packed_bytes
 
 MAGIC = b"LCNC"
 VERSION = 1
@@ -23,8 +24,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PAYLOAD_DTYPES = (None, *DTYPES, torch.int8, torch.uint8, torch.int32)
 
 # magic, version, codec, dtype, bits | count | block, levels, workers | norm, payload dtype,
-# ratio | alpha | inner and outer norm | body bytes | payload offset, crc of all before
-_LAYOUT = struct.Struct("<4sBBBBQIIIBBHdffQI")
+# ratio | alpha | inner and outer norm | body bytes | four zeros, crc of all before
+_LAYOUT = struct.Struct("<4sBBBBQIIIBBHdffQ4x")
 _CRC = struct.Struct("<I")
 assert _LAYOUT.size + _CRC.size == HEADER_BYTES
 
@@ -37,7 +38,6 @@ class Header:
     dtype: torch.dtype
     numel: int
     body_bytes: int
-    payload_offset: int = 0
     payload_dtype: torch.dtype | None = None
     bits: int = 0
     block: int = 0
@@ -73,7 +73,6 @@ class Header:
             self.inner,
             self.outer,
             self.body_bytes,
-            self.payload_offset,
         )
         return head + _CRC.pack(zlib.crc32(head))
 
@@ -109,7 +108,6 @@ class Header:
             inner=part[13],
             outer=part[14],
             body_bytes=part[15],
-            payload_offset=part[16],
         )
 
 
@@ -154,17 +152,13 @@ class Wire:
                 "this codec's wires cannot be summed; use none, fp16, bf16 or global, "
                 "or exchange and decode each wire"
             )
-        tail = self.data[HEADER_BYTES + self.header.payload_offset : self.header.nbytes]
-        typed = tail.view(dtype)
-        return typed if dtype == torch.uint8 else typed[: self.header.numel]
+        size = self.header.numel * dtype.itemsize
+        if dtype == torch.uint8:  # several codes to a byte
+            size = packed_bytes(self.header.numel, self.header.bits)
+        return self.data[HEADER_BYTES : HEADER_BYTES + size].view(dtype)
 
 
 @lru_cache(maxsize=4096)
 def header_tensor(head: bytes, device: torch.device) -> Tensor:
     """The header as a tensor on the device, made once: writing it later is a device copy."""
     return torch.frombuffer(bytearray(head), dtype=torch.uint8).to(device)
-
-
-def aligned(size: int) -> int:
-    """Round up to what the next section starts on."""
-    return -(-size // ALIGN) * ALIGN

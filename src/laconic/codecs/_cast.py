@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic._key import Key
-from laconic._wire import Header, Wire, aligned
+from laconic._wire import Header, Wire
 from laconic.codecs._base import Codec, Into, output
 from laconic.codecs._linear import no_norm
 
@@ -54,7 +54,7 @@ class _Cast(Codec):
             codec=self.id,
             dtype=dtype,
             numel=numel,
-            body_bytes=aligned(numel * sent.itemsize),
+            body_bytes=numel * sent.itemsize,
             payload_dtype=sent,
             bits=8 * sent.itemsize,
             workers=workers,
@@ -65,11 +65,10 @@ class _Cast(Codec):
     ) -> None:
         no_norm(self.name, norm)
         payload = body.view(header.payload_dtype)
-        payload[x.numel() :].zero_()
         if header.workers > 1 and payload.dtype == torch.float16:
-            torch.mul(x, 1.0 / header.workers, out=payload[: x.numel()])
+            torch.mul(x, 1.0 / header.workers, out=payload)
         else:
-            payload[: x.numel()].copy_(x)
+            payload.copy_(x)
 
     def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
         payload, weight = wire.payload, into.weight

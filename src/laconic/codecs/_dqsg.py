@@ -11,7 +11,7 @@ from torch import Tensor
 from laconic._key import Key
 from laconic._wire import Header, Wire
 from laconic.codecs._base import Codec, Into
-from laconic.codecs._linear import UNSET, check_block, lengths, no_norm, read, set_width, write
+from laconic.codecs._linear import UNSET, body_bytes, check_block, no_norm, read, set_width, write
 from laconic.kernels import ScaleKind
 
 
@@ -64,7 +64,7 @@ class DQSG(Codec):
             levels=self.levels,
             block=self.block or 0,
             norm=ScaleKind.MAX,
-            **lengths(numel, self.block or 0, self.bits),
+            body_bytes=body_bytes(numel, self.block or 0, self.bits),
         )
 
     def _write(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from laconic._key import Key
-from laconic._wire import Header, Wire, aligned
+from laconic._wire import Header, Wire
 from laconic.codecs._base import Codec, Into, output
-from laconic.codecs._linear import read, sections, write
+from laconic.codecs._linear import body_bytes, read, sections, write
 from laconic.codecs._norms import as_scale, global_norm, local_norm, parse_norm, shared_scale
 from laconic.codecs._qsgd import max_norm_bound
 from laconic.errors import ConfigError
@@ -151,8 +151,6 @@ class Global(Codec):
 
     def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
         inner, outer = parse_norm(self.name, self.norm)
-        size = aligned(4 * numel) if self.bits == 32 else packed_bytes(numel, self.bits)
-        start = aligned(4 * min(numel, 1))
         return Header(
             codec=self.id,
             dtype=dtype,
@@ -164,8 +162,7 @@ class Global(Codec):
             inner=inner,
             outer=outer,
             payload_dtype=_PAYLOADS[self.bits],
-            payload_offset=start,
-            body_bytes=start + size,
+            body_bytes=body_bytes(numel, 0, self.bits),
         )
 
     def _write(

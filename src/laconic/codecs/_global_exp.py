@@ -12,7 +12,7 @@ from torch import Tensor
 from laconic._key import Key
 from laconic._wire import HEADER_BYTES, Header, Wire
 from laconic.codecs._base import Codec, Into
-from laconic.codecs._linear import lengths, sections
+from laconic.codecs._linear import body_bytes, sections
 from laconic.codecs._norms import global_norm, local_norm, shared_scale
 from laconic.errors import ConfigError, WireError
 from laconic.kernels import ScaleKind, backend
@@ -91,19 +91,14 @@ class GlobalExp(Codec):
         if a.header != b.header or a.header.codec != self.id or a.header.bits != self.bits:
             raise WireError("reduce adds two wires that this codec encoded with equal settings")
         data = torch.empty_like(a.data) if out is None else out[: a.nbytes]
-        start = HEADER_BYTES + a.header.payload_offset
-        data[:start].copy_(a.data[:start])
+        data[:HEADER_BYTES].copy_(a.data[:HEADER_BYTES])
         if a.header.numel:
-            # where only one of the two saw that its scale was wrong, the sum must not hide it
-            scale, other = (sections(w[HEADER_BYTES:], a.header)[0] for w in (data, b.data))
-            torch.where(torch.isfinite(other), scale, other, out=scale)
-            backend(data.device).natural_reduce(
-                a.data[start : a.nbytes],
-                b.data[start : b.nbytes],
-                data[start:],
-                stream=key.stream(),
-                bits=self.bits,
+            (first, x), (second, y), (scale, z) = (
+                sections(wire[HEADER_BYTES:], a.header) for wire in (a.data, b.data, data)
             )
+            # a scale that is not finite in either stays so
+            torch.maximum(first, second, out=scale)
+            backend(data.device).natural_reduce(x, y, z, stream=key.stream(), bits=self.bits)
         return Wire(data=data, key=key, shape=a.shape, dtype=a.dtype, header=a.header)
 
     def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
@@ -117,7 +112,7 @@ class GlobalExp(Codec):
             norm=ScaleKind.GIVEN,
             inner=math.inf,
             outer=math.inf,
-            **lengths(numel, 0, self.bits),
+            body_bytes=body_bytes(numel, 0, self.bits),
         )
 
     def _write(

@@ -1,4 +1,4 @@
-"""What the linear codecs share: checking settings, and the sections scales | codes of a wire."""
+"""What the linear codecs share: checking settings, and the sections codes | scales of a wire."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic._key import Key, Stream
-from laconic._wire import Header, aligned
+from laconic._wire import Header
 from laconic.codecs._base import Into
 from laconic.errors import ConfigError
 from laconic.kernels import ScaleKind, backend
@@ -66,19 +66,18 @@ def no_norm(name: str, norm: object) -> None:
         raise TypeError(f"{name} finds its own scales; norm= is for global and global-exp")
 
 
-def lengths(numel: int, block: int, bits: int) -> dict[str, int]:
-    """Header fields: where the codes start and where the body ends."""
-    start = aligned(4 * blocks(numel, block))
-    return {"payload_offset": start, "body_bytes": start + packed_bytes(numel, bits)}
+def body_bytes(numel: int, block: int, bits: int) -> int:
+    """Length of codes and scales."""
+    codes = 4 * numel if bits == 32 else packed_bytes(numel, bits)
+    return codes + 4 * blocks(numel, block)
 
 
 def sections(body: Tensor, header: Header) -> tuple[Tensor, Tensor]:
     """Scales (fp32) and codes (bytes, or int32 at 32 bits) as views of the body."""
-    count = blocks(header.numel, header.block)
-    codes = body[header.payload_offset :]
-    if header.bits == 32:
-        codes = codes.view(torch.int32)[: header.numel]
-    return body[: 4 * count].view(torch.float32), codes
+    size = 4 * header.numel if header.bits == 32 else packed_bytes(header.numel, header.bits)
+    codes = body[:size]
+    scales = body[size : size + 4 * blocks(header.numel, header.block)]
+    return scales.view(torch.float32), codes.view(torch.int32) if header.bits == 32 else codes
 
 
 def write(x: Tensor, key: Key, body: Tensor, header: Header, kind: ScaleKind) -> None:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from laconic._key import Key
-from laconic._wire import Header, Wire, aligned
+from laconic._wire import Header, Wire
 from laconic.codecs._base import Codec, Into, flat_input
-from laconic.codecs._linear import check_block, no_norm
+from laconic.codecs._linear import body_bytes, check_block, no_norm, sections
 from laconic.errors import ConfigError
 from laconic.kernels import ScaleKind, backend
-from laconic.kernels._layout import blocks, checks, packed_bytes
+from laconic.kernels._layout import checks
 
 _MAX_LEVELS = 63  # keeps 16 fraction bits, and side information 64 fine steps wide
 
@@ -82,7 +82,6 @@ class NDQSG(Codec):
         return None
 
     def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
-        start = aligned(4 * blocks(numel, self.block or 0)) + aligned(checks(numel))
         return Header(
             codec=self.id,
             dtype=dtype,
@@ -93,8 +92,7 @@ class NDQSG(Codec):
             norm=ScaleKind.MAX,
             ratio=self.ratio,
             alpha=float(self.alpha),
-            payload_offset=start,
-            body_bytes=start + packed_bytes(numel, self.bits),
+            body_bytes=body_bytes(numel, self.block or 0, self.bits) + checks(numel),
         )
 
     def _write(
@@ -139,10 +137,5 @@ def _settings(header: Header) -> dict[str, Any]:
 
 def _sections(body: Tensor, header: Header) -> tuple[Tensor, Tensor, Tensor]:
     """Scales (fp32), checks and codes (bytes) as views of the body."""
-    count = blocks(header.numel, header.block)
-    start = aligned(4 * count)
-    return (
-        body[: 4 * count].view(torch.float32),
-        body[start : start + checks(header.numel)],
-        body[header.payload_offset :],
-    )
+    scales, codes = sections(body, header)
+    return scales, body[body.numel() - checks(header.numel) :], codes

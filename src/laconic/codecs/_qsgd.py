@@ -14,9 +14,9 @@ from laconic._wire import Header, Wire
 from laconic.codecs._base import Codec, Into
 from laconic.codecs._linear import (
     UNSET,
+    body_bytes,
     check_block,
     check_choice,
-    lengths,
     no_norm,
     read,
     set_width,
@@ -81,7 +81,7 @@ class QSGD(Codec):
             levels=self.levels,
             block=self.block or 0,
             norm=_KINDS[self.norm],
-            **lengths(numel, self.block or 0, self.bits),
+            body_bytes=body_bytes(numel, self.block or 0, self.bits),
         )
 
     def _write(

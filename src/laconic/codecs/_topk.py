@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic._key import Key
-from laconic._wire import Header, Wire, aligned
+from laconic._wire import Header, Wire
 from laconic.codecs._base import Codec, Into
 from laconic.codecs._linear import no_norm
 from laconic.kernels import ScaleKind, backend
@@ -50,14 +50,12 @@ class QSGDTopK(Codec):
         return None
 
     def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
-        start = aligned(4 * min(numel, 1))
         return Header(
             codec=self.id,
             dtype=dtype,
             numel=numel,
             norm=ScaleKind.L2,
-            payload_offset=start,
-            body_bytes=start + aligned(4 * _slots(numel)),
+            body_bytes=4 * (_slots(numel) + min(numel, 1)),
         )
 
     def _write(
@@ -66,7 +64,7 @@ class QSGDTopK(Codec):
         no_norm(self.name, norm)
         if x.numel() > -_EMPTY - 1:
             raise ValueError(f"qsgd-topk takes up to {-_EMPTY - 1} values, not {x.numel()}: split")
-        scale, slots = _sections(body, header)
+        scale, slots = _sections(body)
         backend(x.device).scales(x, scale, block=0, kind=ScaleKind.L2)
         # one integer orders by magnitude, then by index: the same entries on every device
         magnitude = x.to(torch.float32).view(torch.int32).to(torch.int64) & 0x7FFFFFFF
@@ -78,7 +76,7 @@ class QSGDTopK(Codec):
         slots.copy_(torch.where(before < scale, entry, _EMPTY))
 
     def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
-        scale, slots = _sections(body, wire.header)
+        scale, slots = _sections(body)
         index = torch.where(slots < 0, -slots - 1, slots)
         used = (slots != _EMPTY) & (index < wire.header.numel)
         value = torch.where(slots < 0, -scale, scale) * into.weight
@@ -90,9 +88,9 @@ class QSGDTopK(Codec):
         into.out.add_(torch.where(torch.isfinite(scale), 0.0, torch.nan).to(into.out.dtype))
 
 
-def _sections(body: Tensor, header: Header) -> tuple[Tensor, Tensor]:
-    slots = body[header.payload_offset :].view(torch.int32)
-    return body[:4].view(torch.float32), slots[: _slots(header.numel)]
+def _sections(body: Tensor) -> tuple[Tensor, Tensor]:
+    words = body.view(torch.int32)
+    return words[-1:].view(torch.float32), words[:-1]
 
 
 def _slots(numel: int) -> int:

@@ -87,7 +87,8 @@ def fixed_point(x: Tensor, scale: Tensor, block: int, limit: int) -> tuple[Tenso
     """t of every element as int64, shape (groups, 128), and where |x| exceeds its scale."""
     y = scaled(x, scale, block, float(limit))
     tolerance = float(np.float32(limit * (1 + 2.0**-16)))
-    overflow = ~(y.abs() <= tolerance)
+    n = per_element(scale, x.numel(), block)
+    overflow = ~(y.abs() <= tolerance) | ((n == 0) & (grouped(x) != 0))
     y = torch.where(overflow, 0.0, y.clamp(-limit, limit))
     return torch.round(y).to(torch.int64), overflow
 

@@ -1,0 +1,49 @@
+# Everything runs from a fresh clone with Python 3.11+ and make: each target first makes .venv,
+# with the versions of constraints.txt.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test bench lint format clean
+
+help: ## Say what the targets do
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+venv: $(STAMP) ## Create or update .venv
+
+demo: $(STAMP) ## Codecs on the gradients of a small network: bits, error, speed
+	$(BIN)/python examples/digits_codecs.py
+
+# The cap keeps oneDNN off instructions such as AMX that only some CPUs have, so that a test
+# computes the same products everywhere.
+test: lint ## Lint, then run all tests
+	ONEDNN_MAX_CPU_ISA=AVX512_CORE $(BIN)/python -m pytest -q
+
+bench: $(STAMP) ## Measure the CPU kernels against a memory copy
+	$(BIN)/python -m benchmarks.cpu
+
+lint: $(STAMP) ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP) ## Rewrite the code in house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove caches and builds, but not .venv
+	rm -rf .pytest_cache .ruff_cache .hypothesis build dist
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# -c always: the versions are part of what the tests check, and an unpinned torch can bring
+# gigabytes that nothing here uses.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "laconic needs Python 3.11 or newer, and $(PYTHON) is not: try make PYTHON=python3.11" >&2; \
+		exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

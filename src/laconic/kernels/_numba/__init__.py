@@ -1,0 +1,16 @@
+"""CPU kernels: serial, vectorised by LLVM, without the GIL; `_pool` spreads them over cores."""
+
+from laconic.kernels._numba.linear import dequantize, quantize, scales
+from laconic.kernels._numba.natural import natural_dequantize, natural_quantize, natural_reduce
+from laconic.kernels._numba.nested import nested_dequantize, nested_quantize
+
+__all__ = [
+    "dequantize",
+    "natural_dequantize",
+    "natural_quantize",
+    "natural_reduce",
+    "nested_dequantize",
+    "nested_quantize",
+    "quantize",
+    "scales",
+]

@@ -1,0 +1,211 @@
+"""Natural quantization on the CPU. The definitions are in `_reference/natural.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+from torch import finfo as float_info
+
+from laconic._key import Stream
+from laconic.kernels._layout import GROUP, groups
+from laconic.kernels._numba.linear import ROUND, ROUND_BITS, emit, per_element
+from laconic.kernels._numba.memory import (
+    array,
+    bits_of,
+    f32,
+    float_of,
+    get,
+    i32,
+    kernel,
+    load,
+    store,
+    u8,
+    u32,
+)
+from laconic.kernels._numba.pack import pack, unpack
+from laconic.kernels._numba.random import mix
+from laconic.kernels._numba.scale import factor, lift_of, usable
+from laconic.kernels._pool import split
+
+
+def natural_quantize(
+    x: Tensor, scale: Tensor, payload: Tensor, *, stream: Stream, levels: int, bits: int
+) -> None:
+    """See the reference."""
+    data, ns, out = array(x), array(scale), array(payload)
+    settings = (levels, f32(2.0 ** (levels + 15 - 48)), bits, u32(stream.k0), u32(stream.k1))
+    split(
+        lambda a, b: _natural_quantize(data, x.numel(), ns, out, *settings, a, b),
+        groups(x.numel()),
+        GROUP,
+    )
+
+
+def natural_dequantize(
+    payload: Tensor,
+    scale: Tensor,
+    out: Tensor,
+    *,
+    levels: int,
+    bits: int,
+    weight: float,
+    add: bool,
+) -> None:
+    """See the reference."""
+    data, ns, target = array(payload), array(scale), array(out)
+    settings = (levels, bits, f32(weight), f32(float_info(out.dtype).max), add)
+    split(
+        lambda a, b: _natural_dequantize(data, out.numel(), ns, target, *settings, a, b),
+        groups(out.numel()),
+        GROUP,
+    )
+
+
+def natural_reduce(a: Tensor, b: Tensor, out: Tensor, *, stream: Stream, bits: int) -> None:
+    """See the reference."""
+    left, right, target = array(a), array(b), array(out)
+    k0, k1 = u32(stream.k0), u32(stream.k1)
+    split(
+        lambda i, j: _natural_reduce(left, right, target, bits, k0, k1, i, j),
+        out.numel() // (16 * bits),
+        GROUP,
+    )
+
+
+@kernel
+def _natural_quantize(
+    x: np.ndarray,
+    n: int,
+    scale: np.ndarray,
+    out: np.ndarray,
+    levels: int,
+    boost: np.float32,
+    bits: int,
+    k0: np.uint32,
+    k1: np.uint32,
+    first: int,
+    last: int,
+) -> None:
+    """Groups first .. last-1."""
+    codes = np.empty(GROUP, np.uint8)
+    y = np.empty(GROUP, np.float32)
+    size = load(scale, 0)
+    times, lift, usual = factor(size, f32(1)), lift_of(size), usable(size)
+    top, sign = i32((1 << (bits - 1)) - 1), i32(1 << (bits - 1))
+    smallest = i32((128 - levels) << 23)
+    for g in range(first, last):
+        e = g * GROUP
+        for j in range(min(GROUP, n - e)):
+            v = f32(f32(get(x, e + j) * lift) * times)
+            store(y, j, v if usual else f32(0))
+        for j in range(n - e, GROUP):
+            store(y, j, f32(0))
+        p0 = u32(e >> 1)
+        for j in range(64):
+            h = mix(u32(p0 + u32(j)), k0, k1)
+            low, high = i32(h & u32(0xFFFF)), i32(h >> u32(16))
+            store(codes, j, _code(load(y, j), low, levels, boost, smallest, top, sign))
+            store(codes, j + 64, _code(load(y, j + 64), high, levels, boost, smallest, top, sign))
+        pack(codes, out, g * 16 * bits, bits)
+
+
+@kernel
+def _code(
+    y: np.float32,
+    r: np.int32,
+    levels: int,
+    boost: np.float32,
+    smallest: np.int32,
+    top: np.int32,
+    sign: np.int32,
+) -> np.uint8:
+    """Sign and magnitude of one scaled value."""
+    size = abs(y)
+    overflow = not size <= f32(1 + 2.0**-16)
+    size = f32(1) if size > f32(1) else size
+    word = bits_of(size)
+    large = i32(i32(i32(i32(word + i32(64)) >> i32(7)) + r) >> i32(16)) + i32(levels - 127)
+    t = f32(f32(size * f32(2.0**48)) * boost)
+    t = f32(65536) if t > f32(65536) else t
+    little = i32(i32(i32(bits_of(f32(t + ROUND)) - i32(ROUND_BITS)) + r) >> i32(16))
+    magnitude = i32(large) if word >= smallest else little
+    magnitude = top if overflow else magnitude
+    negative = y < f32(0) and magnitude > i32(0)
+    return u8(magnitude | (sign if negative else i32(0)))
+
+
+@kernel
+def _natural_dequantize(
+    data: np.ndarray,
+    n: int,
+    scale: np.ndarray,
+    out: np.ndarray,
+    levels: int,
+    bits: int,
+    weight: np.float32,
+    bound: np.float32,
+    add: bool,
+    first: int,
+    last: int,
+) -> None:
+    """Groups first .. last-1."""
+    codes = np.empty(GROUP, np.uint8)
+    y = np.empty(GROUP, np.float32)
+    top, shift = i32((1 << (bits - 1)) - 1), i32(32 - bits)
+    for g in range(first, last):
+        e = g * GROUP
+        unpack(data, g * 16 * bits, codes, bits)
+        for j in range(GROUP):
+            code = i32(load(codes, j))
+            m = i32(code & top)
+            word = i32(i32(m - i32(levels - 127)) << i32(23))
+            word = i32(0) if m == i32(0) else word
+            word = i32(0x7FC00000) if m == top else word
+            negative = i32(code << shift) & i32(-0x80000000)
+            store(y, j, float_of(i32(word | negative)))
+        count = min(GROUP, n - e)
+        per_element(y, scale, 0, e, count, f32(1), weight, bound)
+        emit(y, out, e, count, add)
+
+
+@kernel
+def _natural_reduce(
+    a: np.ndarray,
+    b: np.ndarray,
+    out: np.ndarray,
+    bits: int,
+    k0: np.uint32,
+    k1: np.uint32,
+    first: int,
+    last: int,
+) -> None:
+    """Groups first .. last-1."""
+    left = np.empty(GROUP, np.uint8)
+    right = np.empty(GROUP, np.uint8)
+    top = i32((1 << (bits - 1)) - 1)
+    for g in range(first, last):
+        unpack(a, g * 16 * bits, left, bits)
+        unpack(b, g * 16 * bits, right, bits)
+        p0 = u32(g * GROUP)
+        for j in range(GROUP):
+            coin = mix(u32(p0 + u32(j)), k0, k1)
+            store(left, j, _sum(i32(load(left, j)), i32(load(right, j)), coin, top))
+        pack(left, out, g * 16 * bits, bits)
+
+
+@kernel
+def _sum(a: np.int32, b: np.int32, coin: np.uint32, top: np.int32) -> np.uint8:
+    """One pair; the rule is in `_reference/natural.py`."""
+    swap = i32(b & top) > i32(a & top)
+    large, little = (b if swap else a), (a if swap else b)
+    high, low = i32(large & top), i32(little & top)
+    opposite = i32(large ^ little) > top
+    gap = i32(high - low - (i32(1) if opposite else i32(0)))
+    gap = max(gap, i32(0))
+    moves = gap < i32(32) and coin <= u32(u32(0xFFFFFFFF) >> u32(min(gap, i32(31))))
+    moved = i32(high - i32(1)) if opposite else i32(high + i32(1))
+    m = min(moved, top) if moves else high
+    m = i32(0) if opposite and high == low else m
+    m = high if low == i32(0) else m
+    m = top if high == top else m
+    return u8(m | (i32(large & ~top) if m > i32(0) else i32(0)))

@@ -1,0 +1,235 @@
+"""Nested quantization on the CPU. The definitions are in `_reference/nested.py`.
+
+Floor division by the ratio is a multiplication: floor(a/ρ) = a·(floor(2^20/ρ) + 1) >> 20, exact
+for 0 ≤ a < 4096 and ρ < 128. Dividends are made positive by adding `_LIFT` ratios first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+from torch import finfo as float_info
+
+from laconic._key import Stream
+from laconic.kernels._layout import (
+    CHECK_GROUPS,
+    GROUP,
+    SIDE_LIMIT,
+    ScaleKind,
+    checks,
+    fraction_bits,
+)
+from laconic.kernels._numba.linear import ROUND, ROUND_BITS, emit, per_element, scales
+from laconic.kernels._numba.memory import (
+    array,
+    bits_of,
+    f32,
+    get,
+    i32,
+    kernel,
+    load,
+    store,
+    u8,
+    u32,
+)
+from laconic.kernels._numba.pack import pack, unpack
+from laconic.kernels._numba.random import mix
+from laconic.kernels._numba.scale import factor, lift_of, usable
+from laconic.kernels._pool import split
+
+_LIFT = 64  # ratios; |index| ≤ 63 and side information ends 64 fine steps out
+
+
+def nested_quantize(
+    x: Tensor,
+    scale: Tensor,
+    checks_out: Tensor,
+    payload: Tensor,
+    *,
+    stream: Stream,
+    block: int,
+    levels: int,
+    ratio: int,
+    alpha: float,
+    bits: int,
+    kind: ScaleKind,
+) -> None:
+    """See the reference."""
+    scales(x, scale, block=block, kind=kind)
+    fraction = fraction_bits(levels)
+    gain = f32(alpha * (levels << fraction))
+    data, ns, check, out = array(x), array(scale), array(checks_out), array(payload)
+    settings = (block, gain, fraction, ratio, bits, u32(stream.k0), u32(stream.k1))
+    split(
+        lambda a, b: _nested_quantize(data, x.numel(), ns, check, out, *settings, a, b),
+        checks(x.numel()),
+        CHECK_GROUPS * GROUP,
+    )
+
+
+def nested_dequantize(
+    payload: Tensor,
+    scale: Tensor,
+    checks_in: Tensor,
+    side: Tensor,
+    out: Tensor,
+    failed: Tensor,
+    *,
+    stream: Stream,
+    block: int,
+    levels: int,
+    ratio: int,
+    alpha: float,
+    bits: int,
+    weight: float,
+    add: bool,
+) -> None:
+    """See the reference."""
+    fraction = fraction_bits(levels)
+    gain = f32(alpha * (levels << fraction))
+    worth = (
+        f32(alpha / (levels << (fraction + 1))),
+        f32(weight),
+        f32((1.0 - alpha * alpha) * weight),
+        f32(float_info(out.dtype).max),
+        add,
+    )
+    codes, ns, check = array(payload), array(scale), array(checks_in)
+    known, target, flags = array(side), array(out), array(failed)
+    settings = (block, gain, fraction, ratio, bits, u32(stream.k0), u32(stream.k1), *worth)
+    split(
+        lambda a, b: _nested_dequantize(
+            codes, out.numel(), ns, check, known, target, flags, *settings, a, b
+        ),
+        checks(out.numel()),
+        CHECK_GROUPS * GROUP,
+    )
+
+
+@kernel
+def _scaled(
+    x: np.ndarray,
+    n: int,
+    scale: np.ndarray,
+    block: int,
+    gain: np.float32,
+    limit: np.float32,
+    e: int,
+    y: np.ndarray,
+) -> None:
+    """y[0:128] = x·gain/scale, cut at ±limit; zero in the padding and where x is NaN."""
+    per_block = block == 0 or block % GROUP == 0
+    size = load(scale, e // block if block else 0)
+    times, lift = factor(size, gain), lift_of(size)
+    for j in range(min(GROUP, n - e)):
+        if not per_block:
+            size = load(scale, (e + j) // block)
+            times, lift = factor(size, gain), lift_of(size)
+        v = f32(f32(get(x, e + j) * lift) * times)
+        if not usable(size) or v != v:
+            v = f32(0)
+        store(y, j, min(max(v, -limit), limit))
+    for j in range(n - e, GROUP):
+        store(y, j, f32(0))
+
+
+@kernel
+def _draw(e: int, j: int, k0: np.uint32, k1: np.uint32) -> np.int32:
+    """The 16 bits of element e + j."""
+    h = mix(u32((e >> 1) + (j & 63)), k0, k1)
+    return i32(h & u32(0xFFFF)) if j < 64 else i32(h >> u32(16))
+
+
+@kernel
+def _rint(y: np.ndarray, j: int) -> np.int32:
+    return i32(bits_of(f32(load(y, j) + ROUND)) - i32(ROUND_BITS))
+
+
+@kernel
+def _nested_quantize(
+    x: np.ndarray,
+    n: int,
+    scale: np.ndarray,
+    check: np.ndarray,
+    out: np.ndarray,
+    block: int,
+    gain: np.float32,
+    fraction: int,
+    ratio: int,
+    bits: int,
+    k0: np.uint32,
+    k1: np.uint32,
+    first: int,
+    last: int,
+) -> None:
+    """Check blocks first .. last-1."""
+    codes = np.empty(GROUP, np.uint8)
+    y = np.empty(GROUP, np.float32)
+    rho, magic = i32(ratio), i32((1 << 20) // ratio + 1)
+    half, lift = i32((ratio - 1) // 2), i32(_LIFT * ratio)
+    limit = f32(SIDE_LIMIT)
+    for c in range(first, last):
+        total = i32(0)
+        for e in range(c * CHECK_GROUPS * GROUP, min((c + 1) * CHECK_GROUPS * GROUP, n), GROUP):
+            _scaled(x, n, scale, block, gain, limit, e, y)
+            for j in range(GROUP):
+                r = i32(_draw(e, j, k0, k1) >> i32(16 - fraction))
+                index = i32(i32(_rint(y, j) + r) >> i32(fraction))
+                cell = i32(i32(i32(i32(index + half + lift) * magic) >> i32(20)) - i32(_LIFT))
+                total = i32(total + i32(cell * i32(r | i32(1))))
+                store(codes, j, u8(index - rho * cell + half))
+            pack(codes, out, e // GROUP * 16 * bits, bits)
+        store(check, c, u8(total))
+
+
+@kernel
+def _nested_dequantize(
+    data: np.ndarray,
+    n: int,
+    scale: np.ndarray,
+    check: np.ndarray,
+    side: np.ndarray,
+    out: np.ndarray,
+    failed: np.ndarray,
+    block: int,
+    gain: np.float32,
+    fraction: int,
+    ratio: int,
+    bits: int,
+    k0: np.uint32,
+    k1: np.uint32,
+    unit: np.float32,
+    weight: np.float32,
+    beta: np.float32,
+    bound: np.float32,
+    add: bool,
+    first: int,
+    last: int,
+) -> None:
+    """Check blocks first .. last-1."""
+    codes = np.empty(GROUP, np.uint8)
+    y = np.empty(GROUP, np.float32)
+    magic, half = i32((1 << 20) // ratio + 1), i32((ratio - 1) // 2)
+    shift = i32(fraction + 1)
+    period = i32(ratio << (fraction + 1))
+    lift = i32(_LIFT * ratio)
+    limit = f32(SIDE_LIMIT)
+    for c in range(first, last):
+        total = i32(0)
+        for e in range(c * CHECK_GROUPS * GROUP, min((c + 1) * CHECK_GROUPS * GROUP, n), GROUP):
+            unpack(data, e // GROUP * 16 * bits, codes, bits)
+            _scaled(side, n, scale, block, gain, limit, e, y)
+            for j in range(GROUP):
+                r = i32(_draw(e, j, k0, k1) >> i32(16 - fraction))
+                w = i32(i32(i32(load(codes, j)) - half) << shift)
+                w = i32(i32(w - (r << i32(1))) + i32((1 << fraction) - 1))
+                z = i32(i32(w - i32(_rint(y, j) << i32(1))) + (period >> i32(1)))
+                k = i32(i32(i32(i32(z >> shift) + lift) * magic) >> i32(20)) - i32(_LIFT)
+                total = i32(total - i32(i32(k) * i32(r | i32(1))))
+                store(y, j, f32(i32(w - i32(period * i32(k)))))
+            count = min(GROUP, n - e)
+            per_element(y, scale, block, e, count, unit, weight, bound)
+            for j in range(count):
+                store(y, j, f32(load(y, j) + f32(get(side, e + j) * beta)))
+            emit(y, out, e, count, add)
+        store(failed, c, u8(u8(total) != load(check, c)))
