@@ -149,9 +149,7 @@ class Codec(ABC):
 
 
 @lru_cache(maxsize=4096)
-def _header_of(
-    codec: Codec, numel: int, dtype: torch.dtype, workers: int
-) -> tuple[Header, bytes]:
+def _header_of(codec: Codec, numel: int, dtype: torch.dtype, workers: int) -> tuple[Header, bytes]:
     header = codec._header(numel, dtype, workers)
     return header, header.pack()
 
@@ -181,9 +179,7 @@ def output(
     if out.dtype not in DTYPES:
         raise TypeError(f"out must be float32, float16 or bfloat16, not {out.dtype}")
     if out.numel() != math.prod(shape) or not out.is_contiguous() or out.device != device:
-        raise ValueError(
-            f"out must be contiguous, on {device}, and hold {math.prod(shape)} values"
-        )
+        raise ValueError(f"out must be contiguous, on {device}, and hold {math.prod(shape)} values")
     return out.detach()
 
 

@@ -109,9 +109,7 @@ class NDQSG(Codec):
             raise TypeError("ndqsg decodes with side information: give side=, close to the input")
         side = flat_input(into.side)
         if side.numel() != wire.header.numel or side.device != body.device:
-            raise ValueError(
-                f"side must be on {body.device} and hold {wire.header.numel} values"
-            )
+            raise ValueError(f"side must be on {body.device} and hold {wire.header.numel} values")
         scales, check, codes = _sections(body, wire.header)
         failed = torch.empty_like(check) if into.failed is None else into.failed
         if failed.dtype != torch.uint8 or failed.shape != check.shape:

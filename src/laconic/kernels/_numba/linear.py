@@ -9,15 +9,21 @@ from torch import Tensor
 from laconic._key import Stream
 from laconic.kernels._layout import GROUP, TINY, ScaleKind, code_offset, fraction_bits, groups
 from laconic.kernels._numba.memory import (
+    Pointer,
     array,
     bits_of,
+    code_scratch,
     f32,
-    float_of,
+    float_scratch,
     get,
     i32,
     kernel,
     load,
+    pointer,
     put,
+    sar,
+    shl,
+    shr,
     store,
     u8,
     u32,
@@ -128,6 +134,7 @@ def dequantize(
 def _scales(
     x: np.ndarray, n: int, out: np.ndarray, block: int, kind: int, first: int, last: int
 ) -> None:
+    x, out = pointer(x), pointer(out)
     for b in range(first, last):
         store(out, b, block_scale(x, b * block, min((b + 1) * block, n), kind))
 
@@ -135,6 +142,7 @@ def _scales(
 @kernel
 def _whole(x: np.ndarray, n: int, kind: int, first: int, last: int) -> tuple[np.int32, float]:
     """Largest magnitude and sum of squares of some spans."""
+    x = pointer(x)
     m, squares = i32(0), 0.0
     for s in range(first, last):
         end = min((s + 1) * _SPAN, n)
@@ -146,10 +154,10 @@ def _whole(x: np.ndarray, n: int, kind: int, first: int, last: int) -> tuple[np.
 
 @kernel
 def round_group(
-    y: np.ndarray,
+    y: Pointer,
     start: int,
     times: np.float32,
-    codes: np.ndarray,
+    codes: Pointer,
     fraction: int,
     offset: int,
     p0: np.uint32,
@@ -163,21 +171,21 @@ def round_group(
         h = mix(u32(p0 + u32(j)), k0, k1)
         a = bits_of(f32(f32(get(y, start + j) * times) + ROUND))
         b = bits_of(f32(f32(get(y, start + j + 64) * times) + ROUND))
-        a = i32(a + i32((h & u32(0xFFFF)) >> low))
-        b = i32(b + i32(h >> high))
-        store(codes, j, u8(u8(a >> shift) + adjust))
-        store(codes, j + 64, u8(u8(b >> shift) + adjust))
+        a = i32(a + i32(shr(u32(h & u32(0xFFFF)), low)))
+        b = i32(b + i32(shr(h, high)))
+        store(codes, j, u8(u8(sar(a, shift)) + adjust))
+        store(codes, j + 64, u8(u8(sar(b, shift)) + adjust))
 
 
 @kernel
 def fixed_point(
-    x: np.ndarray,
+    x: Pointer,
     n: int,
-    scale: np.ndarray,
+    scale: Pointer,
     block: int,
     limit: np.float32,
     e: int,
-    y: np.ndarray,
+    y: Pointer,
 ) -> bool:
     """y[0:128] = x·limit/scale element by element, in range; True if |x| exceeds a scale."""
     overflow = False
@@ -215,8 +223,9 @@ def _quantize(
     last: int,
 ) -> bool:
     """Groups first .. last-1; True if a value exceeded its scale."""
-    codes = np.empty(GROUP, np.uint8)
-    y = np.empty(GROUP, np.float32)
+    x, scale, out = pointer(x), pointer(scale), pointer(out)
+    codes = code_scratch()
+    y = float_scratch()
     gain = f32(limit)
     overflow = False
     for g in range(first, last):
@@ -257,7 +266,8 @@ def _quantize_wide(
     last: int,
 ) -> bool:
     """As _quantize, into int32 codes without packing."""
-    y = np.empty(GROUP, np.float32)
+    x, scale, out = pointer(x), pointer(scale), pointer(out)
+    y = float_scratch()
     overflow = False
     for g in range(first, last):
         e = g * GROUP
@@ -272,7 +282,7 @@ def _quantize_wide(
 
 @kernel
 def values(
-    codes: np.ndarray,
+    codes: Pointer,
     worth: np.float32,
     offset: int,
     fraction: int,
@@ -280,29 +290,33 @@ def values(
     p0: np.uint32,
     k0: np.uint32,
     k1: np.uint32,
-    y: np.ndarray,
+    out: Pointer,
+    start: int,
+    add: bool,
 ) -> None:
-    """y[j] = (code - offset)·worth; with subtract, of W in units of 2^-(F+1)."""
-    shift, drop = i32(fraction + 1), u32(16 - fraction)
+    """out (+)= (code - offset)·worth; with subtract, of W in units of 2^-(F+1)."""
     if not subtract:
         for j in range(GROUP):
-            store(y, j, f32(f32(i32(i32(load(codes, j)) - i32(offset))) * worth))
+            v = f32(f32(i32(i32(load(codes, j)) - i32(offset))) * worth)
+            put(out, start + j, f32(get(out, start + j) + v) if add else v)
         return
+    shift, low, high = i32(fraction + 1), u32(16 - fraction), u32(32 - fraction)
     base = i32(i32((1 << fraction) - 1) - i32(offset << (fraction + 1)))
     for j in range(64):
         h = mix(u32(p0 + u32(j)), k0, k1)
-        a = i32(i32(i32(load(codes, j)) << shift) + base)
-        b = i32(i32(i32(load(codes, j + 64)) << shift) + base)
-        a = i32(a - i32(u32((h & u32(0xFFFF)) >> drop) << u32(1)))
-        b = i32(b - i32(u32(h >> u32(u32(16) + drop)) << u32(1)))
-        store(y, j, f32(f32(a) * worth))
-        store(y, j + 64, f32(f32(b) * worth))
+        a = i32(shl(i32(load(codes, j)), shift) + base)
+        b = i32(shl(i32(load(codes, j + 64)), shift) + base)
+        a = i32(a - i32(u32(shr(u32(h & u32(0xFFFF)), low) << u32(1))))
+        b = i32(b - i32(u32(shr(h, high) << u32(1))))
+        v, w = f32(f32(a) * worth), f32(f32(b) * worth)
+        put(out, start + j, f32(get(out, start + j) + v) if add else v)
+        put(out, start + j + 64, f32(get(out, start + j + 64) + w) if add else w)
 
 
 @kernel
 def per_element(
-    y: np.ndarray,
-    scale: np.ndarray,
+    y: Pointer,
+    scale: Pointer,
     block: int,
     e: int,
     count: int,
@@ -311,15 +325,27 @@ def per_element(
     bound: np.float32,
 ) -> None:
     """y *= step of each element's scale, lowered again and clamped."""
+    if block == 0 or block % GROUP == 0:
+        size = load(scale, e // block if block else 0)
+        worth, lower = step(size, unit, weight), f32(f32(1) / lift_of(size))
+        for j in range(count):
+            store(y, j, _clamped(f32(f32(load(y, j) * worth) * lower), bound))
+        return
     for j in range(count):
-        size = load(scale, (e + j) // block if block else 0)
+        size = load(scale, (e + j) // block)
         v = f32(f32(load(y, j) * step(size, unit, weight)) / lift_of(size))
-        v = bound if v > bound else v
-        store(y, j, -bound if v < -bound else v)
+        store(y, j, _clamped(v, bound))
 
 
 @kernel
-def emit(y: np.ndarray, out: np.ndarray, e: int, count: int, add: bool) -> None:
+def _clamped(v: np.float32, bound: np.float32) -> np.float32:
+    """v within ±bound; NaN stays."""
+    v = bound if v > bound else v
+    return -bound if v < -bound else v
+
+
+@kernel
+def emit(y: Pointer, out: Pointer, e: int, count: int, add: bool) -> None:
     """out (+)= y."""
     if add:
         for j in range(count):
@@ -350,12 +376,13 @@ def _dequantize(
     last: int,
 ) -> None:
     """Groups first .. last-1."""
-    codes = np.zeros(GROUP, np.uint8)
-    y = np.empty(GROUP, np.float32)
+    data, scale, out = pointer(data), pointer(scale), pointer(out)
+    codes = code_scratch()
+    y = float_scratch()
     for g in range(first, last):
         e = g * GROUP
-        if bits == 8 and e + GROUP > data.size:  # a sum of 8-bit codes comes without padding
-            for j in range(data.size - e):
+        if bits == 8 and e + GROUP > n:  # a sum of 8-bit codes comes without padding
+            for j in range(n - e):
                 store(codes, j, u8(load(data, e + j) ^ u8(0x80)))
         else:
             unpack(data, g * 16 * bits, codes, bits)
@@ -363,15 +390,17 @@ def _dequantize(
         if plain:
             size = load(scale, e // block if block else 0)
             # no code is worth more than 512 scales, so nothing needs clamping here
-            plain = size >= f32(TINY) and f32(size * max(abs(weight), f32(1))) < f32(bound / f32(512))
-        worth = step(size, unit, weight) if plain else f32(1)
-        values(codes, worth, offset, fraction, subtract, u32(e >> 1), k0, k1, y)
-        count = min(GROUP, n - e)
-        if not plain:
-            per_element(y, scale, block, e, count, unit, weight, bound)
-        if count == GROUP:
-            emit(y, out, e, GROUP, add)
+            plain = size >= f32(TINY) and f32(size * max(abs(weight), f32(1))) < f32(
+                bound / f32(512)
+            )
+        p0 = u32(e >> 1)
+        if plain:
+            worth = step(size, unit, weight)
+            values(codes, worth, offset, fraction, subtract, p0, k0, k1, out, e, add)
         else:
+            values(codes, f32(1), offset, fraction, subtract, p0, k0, k1, y, 0, False)
+            count = min(GROUP, n - e)
+            per_element(y, scale, block, e, count, unit, weight, bound)
             emit(y, out, e, count, add)
 
 
@@ -396,7 +425,8 @@ def _dequantize_wide(
     last: int,
 ) -> None:
     """As _dequantize, from int32 codes; they carry no dither to subtract."""
-    y = np.empty(GROUP, np.float32)
+    data, scale, out = pointer(data), pointer(scale), pointer(out)
+    y = float_scratch()
     for g in range(first, last):
         e = g * GROUP
         count = min(GROUP, n - e)

@@ -1,7 +1,7 @@
 """Loads, stores and bit casts that LLVM can vectorise.
 
-Numba's own indexing wraps negative indices, which keeps loops scalar, and it has no half
-precision on the CPU. Here bfloat16 arrays are seen as uint16 and float16 arrays as int16; the
+Numba's own indexing wraps negative indices, which keeps loops scalar, and counts references to
+arrays at every call; so kernels work on plain pointers. Numba has no half precision on the CPU. Here bfloat16 arrays are seen as uint16 and float16 arrays as int16; the
 type alone selects the conversion.
 """
 
@@ -13,7 +13,10 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
+from numba.core.cgutils import alloca_once
 from numba.extending import intrinsic
+
+from laconic.kernels._layout import GROUP
 
 kernel = njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
 reassociating = njit(
@@ -21,6 +24,8 @@ reassociating = njit(
 )
 
 i32, u8, u32, f32 = np.int32, np.uint8, np.uint32, np.float32
+
+Pointer = Any  # to the data of a tensor or of a scratch
 
 _WORD, _FLOAT, _HALF = ir.IntType(32), ir.FloatType(), ir.HalfType()
 
@@ -34,27 +39,62 @@ def array(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-def _address(context: Any, builder: Any, kind: Any, value: Any, index: Any) -> Any:
-    data = context.make_array(kind)(context, builder, value).data
-    return builder.gep(data, [index], inbounds=True)
+@intrinsic
+def pointer(typing: Any, a: Any) -> Any:
+    """Where an array's data start. Helpers take pointers: arrays would be counted at each call."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.make_array(signature.args[0])(context, builder, args[0]).data
+
+    return types.CPointer(a.dtype)(a), generate
+
+
+@intrinsic
+def code_scratch(typing: Any) -> Any:
+    """128 bytes on the stack, where no other pointer can reach."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _stack(builder, ir.IntType(8))
+
+    return types.CPointer(types.uint8)(), generate
+
+
+@intrinsic
+def float_scratch(typing: Any) -> Any:
+    """128 float32 on the stack."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _stack(builder, _FLOAT)
+
+    return types.CPointer(types.float32)(), generate
+
+
+@intrinsic
+def word_scratch(typing: Any) -> Any:
+    """128 int32 on the stack."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _stack(builder, _WORD)
+
+    return types.CPointer(types.int32)(), generate
 
 
 @intrinsic
 def load(typing: Any, a: Any, i: Any) -> Any:
-    """a[i] for 0 ≤ i < len(a)."""
+    """a[i]."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_address(context, builder, signature.args[0], *args))
+        return builder.load(_at(builder, *args))
 
     return a.dtype(a, types.intp), generate
 
 
 @intrinsic
 def store(typing: Any, a: Any, i: Any, v: Any) -> Any:
-    """a[i] = v for 0 ≤ i < len(a)."""
+    """a[i] = v."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _address(context, builder, signature.args[0], *args[:2]))
+        builder.store(args[2], _at(builder, *args[:2]))
         return context.get_dummy_value()
 
     return types.void(a, types.intp, a.dtype), generate
@@ -62,22 +102,21 @@ def store(typing: Any, a: Any, i: Any, v: Any) -> Any:
 
 @intrinsic
 def load_word(typing: Any, a: Any, i: Any) -> Any:
-    """The four bytes a[i:i+4] of a uint8 array, as uint32."""
+    """The four bytes from a + i, as uint32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        where = _address(context, builder, signature.args[0], *args)
-        return builder.load(builder.bitcast(where, _WORD.as_pointer()), align=1)
+        return builder.load(builder.bitcast(_at(builder, *args), _WORD.as_pointer()), align=1)
 
     return types.uint32(a, types.intp), generate
 
 
 @intrinsic
 def store_word(typing: Any, a: Any, i: Any, v: Any) -> Any:
-    """Write a uint32 to the four bytes a[i:i+4] of a uint8 array."""
+    """Write a uint32 to the four bytes from a + i."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        where = _address(context, builder, signature.args[0], *args[:2])
-        builder.store(args[2], builder.bitcast(where, _WORD.as_pointer()), align=1)
+        where = builder.bitcast(_at(builder, *args[:2]), _WORD.as_pointer())
+        builder.store(args[2], where, align=1)
         return context.get_dummy_value()
 
     return types.void(a, types.intp, types.uint32), generate
@@ -96,16 +135,34 @@ def float_of(typing: Any, v: Any) -> Any:
 
 
 @intrinsic
+def shl(typing: Any, v: Any, by: Any) -> Any:
+    """v << by in 32 bits. (Numba's own shifts widen to 64, and so do half the vectors.)"""
+    return types.int32(types.int32, types.int32), lambda c, b, s, args: b.shl(*args)
+
+
+@intrinsic
+def sar(typing: Any, v: Any, by: Any) -> Any:
+    """v >> by of an int32: the sign moves in."""
+    return types.int32(types.int32, types.int32), lambda c, b, s, args: b.ashr(*args)
+
+
+@intrinsic
+def shr(typing: Any, v: Any, by: Any) -> Any:
+    """v >> by of a uint32: zeros move in."""
+    return types.uint32(types.uint32, types.uint32), lambda c, b, s, args: b.lshr(*args)
+
+
+@intrinsic
 def get(typing: Any, a: Any, i: Any) -> Any:
-    """a[i] of a float array (float32, or a 16-bit float seen as above), as float32."""
+    """a[i] of a float32, or of a 16-bit float seen as above, as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = signature.args[0]
-        value = builder.load(_address(context, builder, kind, *args))
-        if kind.dtype == types.uint16:
+        kind = signature.args[0].dtype
+        value = builder.load(_at(builder, *args))
+        if kind == types.uint16:
             word = builder.shl(builder.zext(value, _WORD), ir.Constant(_WORD, 16))
             return builder.bitcast(word, _FLOAT)
-        if kind.dtype == types.int16:
+        if kind == types.int16:
             return builder.fpext(builder.bitcast(value, _HALF), _FLOAT)
         return value
 
@@ -117,15 +174,25 @@ def put(typing: Any, a: Any, i: Any, v: Any) -> Any:
     """a[i] = v, rounded to a's float type (nearest, ties to even)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind, value = signature.args[0], args[2]
-        if kind.dtype == types.uint16:
+        kind, value = signature.args[0].dtype, args[2]
+        if kind == types.uint16:
             value = _to_bfloat16(builder, value)
-        elif kind.dtype == types.int16:
+        elif kind == types.int16:
             value = builder.bitcast(builder.fptrunc(value, _HALF), ir.IntType(16))
-        builder.store(value, _address(context, builder, kind, *args[:2]))
+        builder.store(value, _at(builder, *args[:2]))
         return context.get_dummy_value()
 
     return types.void(a, types.intp, types.float32), generate
+
+
+def _stack(builder: Any, kind: Any) -> Any:
+    place = alloca_once(builder, ir.ArrayType(kind, GROUP))
+    place.align = 64
+    return builder.bitcast(place, kind.as_pointer())
+
+
+def _at(builder: Any, base: Any, index: Any) -> Any:
+    return builder.gep(base, [index], inbounds=True)
 
 
 def _to_bfloat16(builder: Any, value: Any) -> Any:
@@ -134,6 +201,4 @@ def _to_bfloat16(builder: Any, value: Any) -> Any:
     rounded = builder.add(word, builder.add(odd, ir.Constant(_WORD, 0x7FFF)))
     high = builder.lshr(rounded, ir.Constant(_WORD, 16))
     is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.trunc(
-        builder.select(is_nan, ir.Constant(_WORD, 0x7FC0), high), ir.IntType(16)
-    )
+    return builder.trunc(builder.select(is_nan, ir.Constant(_WORD, 0x7FC0), high), ir.IntType(16))

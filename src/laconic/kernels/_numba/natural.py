@@ -12,12 +12,15 @@ from laconic.kernels._numba.linear import ROUND, ROUND_BITS, emit, per_element
 from laconic.kernels._numba.memory import (
     array,
     bits_of,
+    code_scratch,
     f32,
     float_of,
+    float_scratch,
     get,
     i32,
     kernel,
     load,
+    pointer,
     store,
     u8,
     u32,
@@ -87,8 +90,9 @@ def _natural_quantize(
     last: int,
 ) -> None:
     """Groups first .. last-1."""
-    codes = np.empty(GROUP, np.uint8)
-    y = np.empty(GROUP, np.float32)
+    x, scale, out = pointer(x), pointer(scale), pointer(out)
+    codes = code_scratch()
+    y = float_scratch()
     size = load(scale, 0)
     times, lift, usual = factor(size, f32(1)), lift_of(size), usable(size)
     top, sign = i32((1 << (bits - 1)) - 1), i32(1 << (bits - 1))
@@ -149,8 +153,9 @@ def _natural_dequantize(
     last: int,
 ) -> None:
     """Groups first .. last-1."""
-    codes = np.empty(GROUP, np.uint8)
-    y = np.empty(GROUP, np.float32)
+    data, scale, out = pointer(data), pointer(scale), pointer(out)
+    codes = code_scratch()
+    y = float_scratch()
     top, shift = i32((1 << (bits - 1)) - 1), i32(32 - bits)
     for g in range(first, last):
         e = g * GROUP
@@ -180,8 +185,9 @@ def _natural_reduce(
     last: int,
 ) -> None:
     """Groups first .. last-1."""
-    left = np.empty(GROUP, np.uint8)
-    right = np.empty(GROUP, np.uint8)
+    a, b, out = pointer(a), pointer(b), pointer(out)
+    left = code_scratch()
+    right = code_scratch()
     top = i32((1 << (bits - 1)) - 1)
     for g in range(first, last):
         unpack(a, g * 16 * bits, left, bits)

@@ -21,20 +21,28 @@ from laconic.kernels._layout import (
 )
 from laconic.kernels._numba.linear import ROUND, ROUND_BITS, emit, per_element, scales
 from laconic.kernels._numba.memory import (
+    Pointer,
     array,
     bits_of,
+    code_scratch,
     f32,
+    float_scratch,
     get,
     i32,
     kernel,
     load,
+    pointer,
+    sar,
+    shl,
+    shr,
     store,
     u8,
     u32,
+    word_scratch,
 )
 from laconic.kernels._numba.pack import pack, unpack
 from laconic.kernels._numba.random import mix
-from laconic.kernels._numba.scale import factor, lift_of, usable
+from laconic.kernels._numba.scale import factor, lift_of
 from laconic.kernels._pool import split
 
 _LIFT = 64  # ratios; |index| ≤ 63 and side information ends 64 fine steps out
@@ -108,41 +116,51 @@ def nested_dequantize(
 
 @kernel
 def _scaled(
-    x: np.ndarray,
+    x: Pointer,
     n: int,
-    scale: np.ndarray,
+    scale: Pointer,
     block: int,
     gain: np.float32,
-    limit: np.float32,
     e: int,
-    y: np.ndarray,
+    y: Pointer,
 ) -> None:
-    """y[0:128] = x·gain/scale, cut at ±limit; zero in the padding and where x is NaN."""
-    per_block = block == 0 or block % GROUP == 0
-    size = load(scale, e // block if block else 0)
-    times, lift = factor(size, gain), lift_of(size)
-    for j in range(min(GROUP, n - e)):
-        if not per_block:
+    """y[0:128] = x·gain/scale, cut at ±SIDE_LIMIT; zero in the padding and where x is NaN."""
+    count = min(GROUP, n - e)
+    if block == 0 or block % GROUP == 0:
+        size = load(scale, e // block if block else 0)
+        times, lift = factor(size, gain), lift_of(size)
+        for j in range(count):
+            store(y, j, _cut(f32(f32(get(x, e + j) * lift) * times)))
+    else:
+        for j in range(count):
             size = load(scale, (e + j) // block)
-            times, lift = factor(size, gain), lift_of(size)
-        v = f32(f32(get(x, e + j) * lift) * times)
-        if not usable(size) or v != v:
-            v = f32(0)
-        store(y, j, min(max(v, -limit), limit))
+            store(y, j, _cut(f32(f32(get(x, e + j) * lift_of(size)) * factor(size, gain))))
     for j in range(n - e, GROUP):
         store(y, j, f32(0))
 
 
 @kernel
-def _draw(e: int, j: int, k0: np.uint32, k1: np.uint32) -> np.int32:
-    """The 16 bits of element e + j."""
-    h = mix(u32((e >> 1) + (j & 63)), k0, k1)
-    return i32(h & u32(0xFFFF)) if j < 64 else i32(h >> u32(16))
+def _cut(v: np.float32) -> np.float32:
+    limit = f32(SIDE_LIMIT)
+    v = v if v == v else f32(0)
+    v = limit if v > limit else v
+    return -limit if v < -limit else v
 
 
 @kernel
-def _rint(y: np.ndarray, j: int) -> np.int32:
-    return i32(bits_of(f32(load(y, j) + ROUND)) - i32(ROUND_BITS))
+def _draws(e: int, fraction: int, k0: np.uint32, k1: np.uint32, r: Pointer) -> None:
+    """r[0:128]: the dither of a group."""
+    low, high = u32(16 - fraction), u32(32 - fraction)
+    p0 = u32(e >> 1)
+    for j in range(64):
+        h = mix(u32(p0 + u32(j)), k0, k1)
+        store(r, j, i32(shr(u32(h & u32(0xFFFF)), low)))
+        store(r, j + 64, i32(shr(h, high)))
+
+
+@kernel
+def _rint(v: np.float32) -> np.int32:
+    return i32(bits_of(f32(v + ROUND)) - i32(ROUND_BITS))
 
 
 @kernel
@@ -163,18 +181,20 @@ def _nested_quantize(
     last: int,
 ) -> None:
     """Check blocks first .. last-1."""
-    codes = np.empty(GROUP, np.uint8)
-    y = np.empty(GROUP, np.float32)
+    x, scale, check, out = pointer(x), pointer(scale), pointer(check), pointer(out)
+    codes = code_scratch()
+    y = float_scratch()
+    draws = word_scratch()
     rho, magic = i32(ratio), i32((1 << 20) // ratio + 1)
     half, lift = i32((ratio - 1) // 2), i32(_LIFT * ratio)
-    limit = f32(SIDE_LIMIT)
     for c in range(first, last):
         total = i32(0)
         for e in range(c * CHECK_GROUPS * GROUP, min((c + 1) * CHECK_GROUPS * GROUP, n), GROUP):
-            _scaled(x, n, scale, block, gain, limit, e, y)
+            _scaled(x, n, scale, block, gain, e, y)
+            _draws(e, fraction, k0, k1, draws)
             for j in range(GROUP):
-                r = i32(_draw(e, j, k0, k1) >> i32(16 - fraction))
-                index = i32(i32(_rint(y, j) + r) >> i32(fraction))
+                r = load(draws, j)
+                index = sar(i32(_rint(load(y, j)) + r), i32(fraction))
                 cell = i32(i32(i32(i32(index + half + lift) * magic) >> i32(20)) - i32(_LIFT))
                 total = i32(total + i32(cell * i32(r | i32(1))))
                 store(codes, j, u8(index - rho * cell + half))
@@ -207,26 +227,35 @@ def _nested_dequantize(
     last: int,
 ) -> None:
     """Check blocks first .. last-1."""
-    codes = np.empty(GROUP, np.uint8)
-    y = np.empty(GROUP, np.float32)
+    data, scale, check, side, out, failed = (
+        pointer(data),
+        pointer(scale),
+        pointer(check),
+        pointer(side),
+        pointer(out),
+        pointer(failed),
+    )
+    codes = code_scratch()
+    y = float_scratch()
+    draws = word_scratch()
     magic, half = i32((1 << 20) // ratio + 1), i32((ratio - 1) // 2)
     shift = i32(fraction + 1)
     period = i32(ratio << (fraction + 1))
     lift = i32(_LIFT * ratio)
-    limit = f32(SIDE_LIMIT)
     for c in range(first, last):
         total = i32(0)
         for e in range(c * CHECK_GROUPS * GROUP, min((c + 1) * CHECK_GROUPS * GROUP, n), GROUP):
             unpack(data, e // GROUP * 16 * bits, codes, bits)
-            _scaled(side, n, scale, block, gain, limit, e, y)
+            _scaled(side, n, scale, block, gain, e, y)
+            _draws(e, fraction, k0, k1, draws)
             for j in range(GROUP):
-                r = i32(_draw(e, j, k0, k1) >> i32(16 - fraction))
-                w = i32(i32(i32(load(codes, j)) - half) << shift)
+                r = load(draws, j)
+                w = shl(i32(i32(load(codes, j)) - half), shift)
                 w = i32(i32(w - (r << i32(1))) + i32((1 << fraction) - 1))
-                z = i32(i32(w - i32(_rint(y, j) << i32(1))) + (period >> i32(1)))
-                k = i32(i32(i32(i32(z >> shift) + lift) * magic) >> i32(20)) - i32(_LIFT)
-                total = i32(total - i32(i32(k) * i32(r | i32(1))))
-                store(y, j, f32(i32(w - i32(period * i32(k)))))
+                z = i32(i32(w - i32(_rint(load(y, j)) << i32(1))) + i32(period >> i32(1)))
+                k = i32(i32(i32(i32(sar(z, shift) + lift) * magic) >> i32(20)) - i32(_LIFT))
+                total = i32(total - i32(k * i32(r | i32(1))))
+                store(y, j, f32(i32(w - i32(period * k))))
             count = min(GROUP, n - e)
             per_element(y, scale, block, e, count, unit, weight, bound)
             for j in range(count):

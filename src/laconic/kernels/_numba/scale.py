@@ -5,14 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from laconic.kernels._layout import LIFT, TINY
-from laconic.kernels._numba.memory import bits_of, f32, float_of, get, i32, kernel, reassociating
+from laconic.kernels._numba.memory import (
+    Pointer,
+    bits_of,
+    f32,
+    float_of,
+    get,
+    i32,
+    kernel,
+    reassociating,
+)
 
 INFINITY = i32(0x7F800000)
 _L2 = 2
 
 
 @kernel
-def largest(x: np.ndarray, first: int, last: int) -> np.int32:
+def largest(x: Pointer, first: int, last: int) -> np.int32:
     """Bits of max|x[first:last]|: an integer maximum, which keeps NaN and infinity on top."""
     m = i32(0)
     for i in range(first, last):
@@ -21,7 +30,7 @@ def largest(x: np.ndarray, first: int, last: int) -> np.int32:
 
 
 @reassociating
-def square_sum(x: np.ndarray, first: int, last: int) -> float:
+def square_sum(x: Pointer, first: int, last: int) -> float:
     """Σ x² in double precision; the order of adding is the machine's."""
     total = 0.0
     for i in range(first, last):
@@ -41,7 +50,7 @@ def finish(m: np.int32, squares: float, kind: int) -> np.float32:
 
 
 @kernel
-def block_scale(x: np.ndarray, first: int, last: int, kind: int) -> np.float32:
+def block_scale(x: Pointer, first: int, last: int, kind: int) -> np.float32:
     """The scale of x[first:last]."""
     squares = square_sum(x, first, last) if kind == _L2 else 0.0
     return finish(largest(x, first, last), squares, kind)

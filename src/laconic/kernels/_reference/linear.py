@@ -146,6 +146,6 @@ def _rows(x: Tensor, block: int) -> Tensor:
     """x as fp32 rows of one block each, the last padded with zeros."""
     width = block or x.numel()
     rows = -(-x.numel() // width)
-    return torch.nn.functional.pad(
-        x.to(torch.float32), (0, rows * width - x.numel())
-    ).view(rows, width)
+    return torch.nn.functional.pad(x.to(torch.float32), (0, rows * width - x.numel())).view(
+        rows, width
+    )

@@ -1,0 +1,69 @@
+"""Benchmark rows: what was measured, on what, as JSON lines that can be compared later."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """Hardware and versions that the numbers belong to."""
+    info = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+    }
+    if torch.cuda.is_available():
+        info["gpu"] = torch.cuda.get_device_name()
+    return info
+
+
+def interleaved(work: Mapping[str, Callable[[], object]], runs: int) -> dict[str, list[float]]:
+    """Seconds of every run of every function, taken in turns so that drift hits all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for run in range(runs + 1):
+        for name, function in work.items():
+            start = time.perf_counter()
+            function()
+            elapsed = time.perf_counter() - start
+            if run:  # the first round compiles and touches memory
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    """Median and quartiles in milliseconds."""
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    return {"ms": middle * 1e3, "ms_q1": low * 1e3, "ms_q3": high * 1e3}
+
+
+def save(name: str, rows: list[dict[str, Any]]) -> Path:
+    """Write rows with the machine's description to benchmarks/results/NAME.json."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    return path
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()

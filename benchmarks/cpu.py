@@ -1,0 +1,119 @@
+"""CPU kernels beside a memory copy and pi-quant, in one interleaved run.
+
+    python -m benchmarks.cpu [--numel 67108864] [--runs 21] [--save]
+
+Every row is the median over runs taken in turns. `encode` makes the whole wire into an existing
+buffer; `decode` adds onto an existing tensor (dither included for dqsg).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import laconic as lc
+from benchmarks._rows import interleaved, machine, quantiles, save
+
+SPECS = (
+    "qsgd:bits=2,block=512",
+    "qsgd:bits=3,block=512",
+    "qsgd:bits=4,block=512",
+    "qsgd:bits=8,block=512",
+    "qsgd:bits=4,norm=l2,block=512",
+    "dqsg:bits=2,block=512",
+    "dqsg:bits=4,block=512",
+    "dqsg:bits=8,block=512",
+    "dqsg:bits=4,block=tensor",
+    "ndqsg",
+    "global:bits=8",
+    "global-exp:bits=8",
+)
+
+Work = dict[str, Callable[[], object]]
+
+
+def laconic_work(x: torch.Tensor, target: torch.Tensor, spec: str) -> Work:
+    """Encode and decode-accumulate of one codec."""
+    codec, key = lc.codec(spec), lc.Key(seed=1)
+    buffer = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
+    norm = x.abs().max() if spec.startswith("global") else None
+    wire = codec.encode(x, key, norm=norm, out=buffer)
+    side = x if spec.startswith("ndqsg") else None
+    return {
+        f"encode {spec}": lambda: codec.encode(x, key, norm=norm, out=buffer),
+        f"decode {spec}": lambda: codec.decode(wire, side=side, out=target, add=True),
+    }
+
+
+def piquant_work(x: torch.Tensor, target: torch.Tensor) -> Work:
+    """pi-quant's nearest rounding and its dequantize-add; nothing if it is not installed."""
+    try:
+        from piquant import Context, DataType, ReduceOp, RoundMode
+    except ImportError:
+        return {}
+    context, n = Context(torch.get_num_threads()), x.numel()
+    work: Work = {}
+    for bits, kind in ((8, DataType.UINT8), (4, DataType.UINT4)):
+        codes = torch.empty(n * bits // 8, dtype=torch.uint8)
+        scale, zero = context.compute_quant_params_ptr_float32(x.data_ptr(), kind, n)
+        source = (x.data_ptr(), DataType.F32, codes.data_ptr(), kind, n, scale, zero)
+        back = (codes.data_ptr(), kind, target.data_ptr(), DataType.F32, n, scale, zero)
+        work |= {
+            f"encode pi-quant nearest {bits} bit, scale given": (
+                lambda a=source, _=codes: context.quantize_ptr(*a, RoundMode.NEAREST)
+            ),
+            f"decode pi-quant add {bits} bit": (
+                lambda a=back: context.dequantize_ptr(*a, ReduceOp.ADD)
+            ),
+        }
+        context.quantize_ptr(*source, RoundMode.NEAREST)
+    return work
+
+
+def measure(numel: int, runs: int) -> list[dict[str, Any]]:
+    """All rows, with ratios to the copy and to pi-quant's 8-bit dequantize-add."""
+    torch.manual_seed(0)
+    x, target = torch.randn(numel), torch.zeros(numel)
+    work: Work = {"copy": lambda: target.copy_(x)}
+    work |= piquant_work(x, target)
+    for spec in SPECS:
+        work |= laconic_work(x, target, spec)
+    rows = []
+    for name, seconds in interleaved(work, runs).items():
+        rows.append({"name": name, "numel": numel, "runs": runs, **quantiles(seconds)})
+    medians = {row["name"]: row["ms"] for row in rows}
+    peer = medians.get("decode pi-quant add 8 bit")
+    for row in rows:
+        row["per_copy"] = row["ms"] / medians["copy"]
+        row["per_piquant_add"] = row["ms"] / peer if peer else None
+    return rows
+
+
+def main() -> None:
+    """Measure, print, and save if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--numel", type=int, default=1 << 26)
+    parser.add_argument("--runs", type=int, default=21)
+    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
+    options = parser.parse_args()
+    rows = measure(options.numel, options.runs)
+    table = Table(title=f"{options.numel:,} fp32 values, {machine()['threads']} threads")
+    for column in ("", "median ms", "quartiles", "× copy", "× pi-quant add"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in rows:
+        peer = row["per_piquant_add"]
+        spread = f"{row['ms_q1']:.1f}–{row['ms_q3']:.1f}"
+        ratio = f"{peer:.2f}" if peer else "–"
+        table.add_row(row["name"], f"{row['ms']:.1f}", spread, f"{row['per_copy']:.2f}", ratio)
+    Console().print(table)
+    if options.save:
+        print(f"saved {save('cpu', rows)}")
+
+
+if __name__ == "__main__":
+    main()
