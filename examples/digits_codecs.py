@@ -17,26 +17,27 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from digits import load, measured_gradients, network, train
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import Tensor
 
 import laconic as lc
 
 STEPS = 300
-BATCH = 128
 BATCHES = 8  # mini-batches whose gradients are measured, and trials of each codec
 WORKERS = 4
-LARGE = 10_000  # elements; smaller tensors are not worth compressing
 SPEED_NUMEL = 1 << 22
-SPEED_RUNS = 9
+SPEED_ROUNDS = 15
+STEADY = 1.5  # a median this many times slower than the fastest run is not a measurement
+COPY = "memory copy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,28 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speed:
+    """GB of fp32 values a second: quartiles over all runs, and the fastest."""
+
+    gb_s: float
+    low_gb_s: float
+    high_gb_s: float
+    best_gb_s: float
+
+    @property
+    def steady(self) -> bool:
+        """Whether the median is near the fastest run.
+
+        Quartiles do not tell: where most runs stall, their middle half is narrow, and wrong.
+        """
+        return self.best_gb_s <= STEADY * self.gb_s
+
+    def __str__(self) -> str:
+        """The median, with a ~ where it should not be relied on."""
+        return f"{'' if self.steady else '~'}{self.gb_s:.1f}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One line of the table; None where a column has no meaning."""
 
@@ -65,82 +88,11 @@ class Row:
     nmse: float | None = None
     bound: float | None = None
     failed_checks: float | None = None
-    encode_gb_s: float
-    decode_gb_s: float
+    encode: Speed
+    decode: Speed
 
 
-# The network and its gradients
-
-
-@dataclass(frozen=True)
-class Digits:
-    """Handwritten digits as vectors of 64 pixels in 0..1, and their labels."""
-
-    pixels: Tensor
-    labels: Tensor
-
-    def batch(self, generator: torch.Generator) -> Digits:
-        """A random mini-batch."""
-        index = torch.randint(len(self.labels), (BATCH,), generator=generator)
-        return Digits(self.pixels[index], self.labels[index])
-
-
-def load() -> Digits:
-    """The 1797 digits that scikit-learn ships."""
-    bunch: Any = load_digits()
-    pixels = torch.from_numpy(bunch.data).float() / 16
-    return Digits(pixels, torch.from_numpy(bunch.target))
-
-
-def network() -> nn.Module:
-    """64-256-256-10: the first two matrices are large enough to be compressed."""
-    return nn.Sequential(
-        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-    )
-
-
-def backward(model: nn.Module, batch: Digits) -> float:
-    """Leave the gradients of a mini-batch in the model; return its loss."""
-    model.zero_grad()
-    loss = nn.functional.cross_entropy(model(batch.pixels), batch.labels)
-    loss.backward()
-    return loss.item()
-
-
-def train(model: nn.Module, digits: Digits, generator: torch.Generator) -> float:
-    """Plain SGD with momentum; returns the last loss."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loss = math.nan
-    for _ in range(STEPS):
-        loss = backward(model, digits.batch(generator))
-        optimizer.step()
-    return loss
-
-
-def large_gradients(model: nn.Module) -> Tensor:
-    """The gradients of all large matrices, end to end."""
-    gradients = (parameter.grad for parameter in model.parameters())
-    return torch.cat(
-        [
-            gradient.flatten()
-            for gradient in gradients
-            if gradient is not None and gradient.dim() > 1 and gradient.numel() >= LARGE
-        ]
-    )
-
-
-def measured_gradients(
-    model: nn.Module, digits: Digits, generator: torch.Generator
-) -> list[Tensor]:
-    """The gradients of several mini-batches at the same weights."""
-    gradients = []
-    for _ in range(BATCHES):
-        backward(model, digits.batch(generator))
-        gradients.append(large_gradients(model))
-    return gradients
-
-
-# What each kind of codec does with them; the first gradient is this worker's
+# What each kind of codec does with gradients; the first is this worker's
 
 
 def alone(codec: lc.Codec, gradients: Sequence[Tensor], step: int) -> Trial:
@@ -241,15 +193,27 @@ CASES: dict[str, Callable[[Any, Sequence[Tensor], int], Trial]] = {
 # Measuring
 
 
-def gb_per_second(work: Callable[[], object]) -> float:
-    """Median speed of `work`, in GB of fp32 values; a first run compiles and is not counted."""
-    work()
-    seconds = []
-    for _ in range(SPEED_RUNS):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return 4 * SPEED_NUMEL / statistics.median(seconds) / 1e9
+def speeds(works: Mapping[str, Callable[[], object]]) -> dict[str, Speed]:
+    """Time each work. They take turns, so that other load on the machine meets all of them.
+
+    Each turn begins with a run that is not counted: it compiles, and it absorbs what the work
+    before left behind in caches and threads.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(SPEED_ROUNDS):
+        for name, work in works.items():
+            work()
+            start = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: speed_of(runs) for name, runs in seconds.items()}
+
+
+def speed_of(seconds: Sequence[float]) -> Speed:
+    """Quartiles and best of runs over SPEED_NUMEL values."""
+    rates = [4 * SPEED_NUMEL / run / 1e9 for run in seconds]
+    low, median, high = statistics.quantiles(rates, n=4, method="inclusive")
+    return Speed(gb_s=median, low_gb_s=low, high_gb_s=high, best_gb_s=max(rates))
 
 
 def tiled(gradient: Tensor) -> Tensor:
@@ -257,30 +221,38 @@ def tiled(gradient: Tensor) -> Tensor:
     return gradient.repeat(-(-SPEED_NUMEL // gradient.numel()))[:SPEED_NUMEL].clone()
 
 
-def copy_row(gradient: Tensor) -> Row:
-    """What codecs are compared with: reading and writing every fp32 value once."""
-    x = tiled(gradient)
-    out = torch.empty_like(x)
-    speed = gb_per_second(lambda: out.copy_(x))
-    return Row(codec="memory copy", encode_gb_s=speed, decode_gb_s=speed)
+def works(gradients: Sequence[Tensor]) -> dict[str, Callable[[], object]]:
+    """What is timed: a copy, and every codec's encode and decode, in buffers made before."""
+    x, side = tiled(gradients[0]), tiled(gradients[1])
+    out, key = torch.empty_like(x), lc.Key()
+    timed: dict[str, Callable[[], object]] = {COPY: lambda: out.copy_(x)}
+    for codec in map(lc.codec, CASES):
+        wire = codec.encode(x, key)
+        timed[f"encode {codec}"] = partial(codec.encode, x, key, out=wire.data)
+        timed[f"decode {codec}"] = partial(codec.decode, wire, side=side, out=out)
+    return timed
 
 
-def measure(spec: str, gradients: Sequence[Tensor]) -> Row:
+def measure(spec: str, gradients: Sequence[Tensor], speed: Mapping[str, Speed]) -> Row:
     """All columns of one codec. Trial i begins at mini-batch i."""
     codec, exchange = lc.codec(spec), CASES[spec]
     trials = [exchange(codec, [*gradients[i:], *gradients[:i]], i) for i in range(BATCHES)]
-    x, side = tiled(gradients[0]), tiled(gradients[1])
-    data, out = torch.empty(codec.nbytes(SPEED_NUMEL), dtype=torch.uint8), torch.empty_like(x)
-    wire = codec.encode(x, lc.Key(), out=data)
     return Row(
         codec=spec,
         bits=8 * trials[0].wire_bytes / gradients[0].numel(),
         nmse=statistics.fmean(trial.nmse for trial in trials),
         bound=mean_or_none([trial.bound for trial in trials]),
         failed_checks=mean_or_none([trial.failed for trial in trials]),
-        encode_gb_s=gb_per_second(lambda: codec.encode(x, lc.Key(), out=data)),
-        decode_gb_s=gb_per_second(lambda: codec.decode(wire, side=side, out=out)),
+        encode=speed[f"encode {codec}"],
+        decode=speed[f"decode {codec}"],
     )
+
+
+def measure_all(gradients: Sequence[Tensor]) -> list[Row]:
+    """A row for a memory copy, which reads and writes every fp32 value once, and the codecs'."""
+    speed = speeds(works(gradients))
+    copy = Row(codec=COPY, encode=speed[COPY], decode=speed[COPY])
+    return [copy, *(measure(spec, gradients, speed) for spec in CASES)]
 
 
 def mean_or_none(values: Sequence[float | None]) -> float | None:
@@ -295,17 +267,23 @@ def mean_or_none(values: Sequence[float | None]) -> float | None:
 def summary(rows: Sequence[Row]) -> str:
     """One sentence, from the numbers alone."""
     row = {row.codec: row for row in rows}
-    dithered, plain = row["dqsg:bits=4"], row["qsgd:bits=4"]
-    copy = row["memory copy"].encode_gb_s
-    shares = [row[spec].encode_gb_s / copy for spec in ("qsgd:bits=4", "dqsg:bits=4")]
+    dithered, nested = row["dqsg:bits=4"], row["ndqsg"]
     return (
         f"On these gradients dqsg:bits=4 sends {32 / (dithered.bits or math.nan):.1f} times fewer "
-        f"bits than fp32 at an NMSE of {dithered.nmse:.2g}, {compared(dithered, plain)} "
-        f"qsgd:bits=4 at the same size; ndqsg sends {row['ndqsg'].bits:.1f} bits, but "
-        f"{row['ndqsg'].failed_checks:.0%} of its checks failed with another mini-batch as side "
-        f"information (NMSE {row['ndqsg'].nmse:.2g}); and the two 4-bit codecs encode at "
-        f"{min(shares):.0%} to {max(shares):.0%} of the speed of a memory copy."
+        f"bits than fp32 at an NMSE of {dithered.nmse:.2g}, "
+        f"{compared(dithered, row['qsgd:bits=4'])} qsgd:bits=4 at the same size, and "
+        f"{beside_copy(dithered.encode, row[COPY].encode)}; "
+        f"ndqsg sends {nested.bits:.1f} bits, and "
+        f"{nested.failed_checks:.0%} of its checks failed with another mini-batch as side "
+        f"information (NMSE {nested.nmse:.2g})."
     )
+
+
+def beside_copy(encode: Speed, copy: Speed) -> str:
+    """The speed relative to a copy, or that this run cannot say."""
+    if not (encode.steady and copy.steady):
+        return "the machine was too busy in this run to compare its speed with a memory copy"
+    return f"encodes at {encode.gb_s / copy.gb_s:.0%} of the speed of a memory copy"
 
 
 def compared(one: Row, other: Row) -> str:
@@ -314,27 +292,27 @@ def compared(one: Row, other: Row) -> str:
     return f"{ratio:.1f} times less than" if ratio >= 1 else f"{1 / ratio:.1f} times more than"
 
 
-COLUMNS = (  # heading, field of Row, format
-    ("bits", "bits", ".2f"),
-    ("NMSE", "nmse", ".2g"),
-    ("bound", "bound", ".2g"),
-    ("failed\nchecks", "failed_checks", ".1%"),
-    ("encode\nGB/s", "encode_gb_s", ".2f"),
-    ("decode\nGB/s", "decode_gb_s", ".2f"),
-)
-
-
 def table(rows: Sequence[Row]) -> Table:
-    """The rows for a terminal; a dash where there is no number."""
-    view = Table(box=box.SIMPLE)
+    """The rows for a terminal."""
+    view = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     view.add_column("codec", no_wrap=True)
-    for heading, _, _ in COLUMNS:
+    for heading in ("bits", "NMSE", "bound", "failed\nchecks", "encode\nGB/s", "decode\nGB/s"):
         view.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        values = [(getattr(row, field), form) for _, field, form in COLUMNS]
-        texts = ["–" if value is None else format(value, form) for value, form in values]
-        view.add_row(row.codec, *texts)
+        view.add_row(row.codec, *cells(row))
     return view
+
+
+def cells(row: Row) -> list[str]:
+    """The numbers of a row as texts; a dash where there is none."""
+    numbers = (
+        (row.bits, ".2f"),
+        (row.nmse, ".2g"),
+        (row.bound, ".2g"),
+        (row.failed_checks, ".1%"),
+    )
+    texts = ["–" if value is None else format(value, form) for value, form in numbers]
+    return [*texts, str(row.encode), str(row.decode)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,9 +334,9 @@ def report() -> Report:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     digits, model = load(), network()
-    loss = train(model, digits, generator)
-    gradients = measured_gradients(model, digits, generator)
-    rows = [copy_row(gradients[0]), *(measure(spec, gradients) for spec in CASES)]
+    loss = train(model, digits, STEPS, generator)
+    gradients = measured_gradients(model, digits, BATCHES, generator)
+    rows = measure_all(gradients)
     return Report(
         torch_version=torch.__version__,
         threads=torch.get_num_threads(),
@@ -376,9 +354,10 @@ def show(result: Report) -> None:
     console = Console(highlight=False)
     console.print(
         f"Gradients of {result.values_per_gradient} values, from a network that reads "
-        f"handwritten digits, after {result.steps} steps (loss {result.loss:.3f}). Speeds in GB of "
-        f"fp32 values a second, on {result.values_for_speed} values and {result.threads} threads, "
-        f"torch {result.torch_version}."
+        f"handwritten digits, after {result.steps} steps (loss {result.loss:.3f}). Speeds: GB of "
+        f"fp32 values a second, medians of {SPEED_ROUNDS} runs on {result.values_for_speed} "
+        f"values, {result.threads} threads, torch {result.torch_version}; ~ where the fastest "
+        f"run was more than {STEADY} times the median."
     )
     console.print(table(result.rows))
     console.print(result.summary)

@@ -1,7 +1,7 @@
 """Nested quantization on the CPU. The definitions are in `_reference/nested.py`.
 
 Floor division by the ratio is a multiplication: floor(a/ρ) = a·(floor(2^20/ρ) + 1) >> 20, exact
-for 0 ≤ a < 4096 and ρ < 128. Dividends are made positive by adding `_LIFT` ratios first.
+while 0 ≤ a·ρ < 2^20. Dividends are made positive by adding `_LIFT` ratios first.
 """
 
 from __future__ import annotations

@@ -1,0 +1,109 @@
+"""Scales of blocks, and the factors that encode and decode make of them."""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+from laconic.kernels import _layout
+
+TINY: tl.constexpr = tl.constexpr(_layout.TINY)
+LIFT: tl.constexpr = tl.constexpr(_layout.LIFT)
+INTERPRETED: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def magnitude(x):
+    """Bits of |x|: as integers they order like magnitudes, NaN and infinity on top."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def finish(m, squares, KIND: tl.constexpr):
+    """The scale, from the largest magnitude's bits and (KIND 2) the sum of squares."""
+    largest = m.to(tl.float32, bitcast=True)
+    if KIND == 2:
+        norm = tl.minimum(tl.sqrt(squares), LARGEST).to(tl.float32)
+        norm = tl.maximum(norm, largest)
+        return tl.where(m >= 0x7F800000, float("nan"), norm)
+    return largest
+
+
+@triton.jit
+def of_element(ptr, e, n, BLOCK: tl.constexpr):
+    """The scale of each lane's value; BLOCK 0 means one for all."""
+    if BLOCK == 0:
+        return tl.broadcast_to(tl.load(ptr), e.shape)
+    if BLOCK % 128 == 0:
+        index = (e // 128).to(tl.int32) // (BLOCK // 128)
+    else:
+        index = (e.to(tl.uint32) // BLOCK).to(tl.int32)
+    return tl.load(ptr + index, mask=e < n, other=0.0)
+
+
+@triton.jit
+def usable(size):
+    """A scale that can be divided by."""
+    bits = size.to(tl.int32, bitcast=True)
+    return (bits > 0) & (bits < 0x7F800000)
+
+
+@triton.jit
+def lift_of(size):
+    """Power of two that keeps 1/scale finite."""
+    return tl.where(size < TINY, LIFT, 1.0)
+
+
+@triton.jit
+def lower_of(size):
+    """What undoes the lift."""
+    return tl.where(size < TINY, 1.0 / LIFT, 1.0)
+
+
+@triton.jit
+def factor(size, gain):
+    """The float just below gain/scale (of the lifted scale)."""
+    below = tl.where(usable(size), size * lift_of(size), 1.0)
+    quotient = tl.div_rn(gain + tl.zeros_like(below), below)
+    return (quotient.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled(x, size, gain):
+    """x·gain/scale; zero where the scale is zero or not finite."""
+    return tl.where(usable(size), (x * lift_of(size)) * factor(size, gain), 0.0)
+
+
+@triton.jit
+def step(size, unit, weight):
+    """What one unit of a code is worth (lifted); NaN under a scale that is not finite."""
+    finite = magnitude(size) < 0x7F800000
+    return tl.where(finite, ((size * lift_of(size)) * unit) * weight, float("nan"))
+
+
+@triton.jit
+def clamped(v, bound):
+    """v within ±bound; NaN stays."""
+    v = tl.where(v > bound, bound, v)
+    return tl.where(v < -bound, -bound, v)
+
+
+@triton.jit
+def rint_bits(y):
+    """Bits of y + 1.5·2^23: rint(y) sits in the low ones, for |y| ≤ 2^22."""
+    return (y + 12582912.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def emit(ptr, e, n, v, ADD: tl.constexpr):
+    """out (+)= v."""
+    if ADD:
+        v = tl.load(ptr + e, mask=e < n, other=0.0).to(tl.float32) + v
+    if INTERPRETED and ptr.dtype.element_ty == tl.bfloat16:  # the interpreter would truncate
+        word = v.to(tl.int32, bitcast=True)
+        word = (word + 0x7FFF + ((word >> 16) & 1)) & -0x10000
+        v = tl.where(v == v, word.to(tl.float32, bitcast=True), v)
+    tl.store(ptr + e, v.to(ptr.dtype.element_ty), mask=e < n)

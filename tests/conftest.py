@@ -1,0 +1,45 @@
+"""Backends as fixtures. Triton kernels run in its interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, below
+
+from helpers import kernels  # noqa: E402
+
+from laconic.kernels import using  # noqa: E402
+
+BACKENDS = ("reference", "numba", "triton")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tests use small tensors: torch's threads would cost more than the work they share."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def default_kernels() -> Iterator[None]:
+    """Numba, the default on a CPU; the reference where Numba's kernels cannot be loaded."""
+    if kernels("numba"):
+        yield
+    else:
+        with using("reference"):
+            yield
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, default_kernels: None) -> Iterator[str]:
+    """Each backend in turn, chosen for the whole test."""
+    del default_kernels  # so that this choice is the inner one
+    name = request.param
+    if kernels(name) is None:
+        pytest.skip(f"the {name} kernels cannot be loaded here (is {name} installed?)")
+    with using(name):
+        yield name

@@ -1,0 +1,86 @@
+"""What the tests share: inputs with fixed seeds, bitwise comparison, which kernels are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import laconic as lc
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def gaussian(count: int, seed: int = 0) -> Tensor:
+    return _tensor(np.random.default_rng(seed).standard_normal(count))
+
+
+def student_t3(count: int, seed: int = 1) -> Tensor:
+    """Heavy tails: no fourth moment."""
+    return _tensor(np.random.default_rng(seed).standard_t(3, count))
+
+
+def mostly_zero(count: int, seed: int = 2) -> Tensor:
+    """Nine of ten values are exactly zero, as behind a ReLU."""
+    rng = np.random.default_rng(seed)
+    return _tensor(rng.standard_normal(count) * (rng.random(count) < 0.1))
+
+
+def constant(count: int, seed: int = 3) -> Tensor:
+    del seed
+    return torch.full((count,), 0.37)
+
+
+INPUTS: dict[str, Callable[..., Tensor]] = {
+    "gaussian": gaussian,
+    "student-t3": student_t3,
+    "90%-zero": mostly_zero,
+    "constant": constant,
+}
+
+
+def _tensor(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.float32))
+
+
+def kernels(name: str) -> ModuleType | None:
+    """The module of kernels called `name`, or None where something it needs is missing.
+
+    Only a missing module counts: kernels that fail to import for another reason must fail tests.
+    """
+    try:
+        module = import_module(f"laconic.kernels._{name}")
+    except ModuleNotFoundError:
+        return None
+    return module if hasattr(module, "quantize") else None
+
+
+def device_of(name: str) -> torch.device:
+    """Where a backend is tested: Triton on a GPU if there is one, else in its interpreter."""
+    return torch.device("cuda" if name == "triton" and torch.cuda.is_available() else "cpu")
+
+
+def decode(codec: lc.Codec, wire: lc.Wire, x: Tensor, **options) -> Tensor:
+    """Decode any codec; ndqsg gets x itself as side information, so that no cell is wrong."""
+    if codec.name == "ndqsg":
+        options.setdefault("side", torch.zeros_like(x) if not x.isfinite().all() else x)
+    return codec.decode(wire, **options)
+
+
+def assert_same_bits(got: Tensor, want: Tensor, what: object = "") -> None:
+    """Equal shape, dtype and bits; all NaNs count as one."""
+    assert got.shape == want.shape and got.dtype == want.dtype, what
+    got, want = got.cpu(), want.cpu()
+    if not got.dtype.is_floating_point:
+        wrong = got != want
+    else:
+        integer = torch.int32 if got.dtype == torch.float32 else torch.int16
+        nan = got.isnan() & want.isnan()
+        wrong = (got.view(integer) != want.view(integer)) & ~nan
+    where = wrong.nonzero().flatten()[:5].tolist()
+    assert not where, f"{what}: at {where} got {got[wrong][:5]}, want {want[wrong][:5]}"
