@@ -1,8 +1,9 @@
 """Loads, stores and bit casts that LLVM can vectorise.
 
 Numba's own indexing wraps negative indices, which keeps loops scalar, and counts references to
-arrays at every call; so kernels work on plain pointers. Numba has no half precision on the CPU. Here bfloat16 arrays are seen as uint16 and float16 arrays as int16; the
-type alone selects the conversion.
+arrays at every call; so kernels work on plain pointers. Numba has no half precision on the CPU:
+bfloat16 arrays are seen as uint16 and float16 arrays as int16, and the type alone selects the
+conversion.
 """
 
 from __future__ import annotations

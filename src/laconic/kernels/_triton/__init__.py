@@ -1,8 +1,9 @@
-"""GPU kernels. A tile is ROWS × W lanes; each lane owns 8 values, 16 apart, of one group.
+"""GPU kernels. A tile is ROWS × W lanes; a lane owns 2, 4 or 8 values of one group of 128.
 
-Eight values 16 apart are what one byte of the narrowest plane holds, so packing needs no
-exchange between threads, and runs of 16 values keep loads wide. `TRITON_INTERPRET=1` runs the
-same kernels on CPU tensors.
+They are RUN apart, RUN = 64, 32 or 16: the values whose codes share a byte of the narrowest
+plane. So packing needs no exchange between threads, and runs of RUN values keep loads wide. A
+kernel walks through the lane's values in pairs 64 apart, which share a draw.
+`TRITON_INTERPRET=1` runs the same kernels on CPU tensors.
 """
 
 from laconic.kernels._triton.linear import dequantize, quantize, scales

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,28 +20,29 @@ from laconic.kernels._triton.scale import (
 )
 from laconic.kernels._triton.tile import (
     OPTIONS,
-    dither8,
+    dither2,
+    flush,
+    gather,
+    group_bytes,
     lanes,
-    largest_float,
-    load8,
+    load2,
     mix,
-    pack8,
-    row_starts,
-    rows,
-    unpack8,
+    no_bytes,
+    planes,
+    programs,
+    scatter,
+    shape,
+    tile_start,
     words,
 )
-
-_WIDTH = 64
-_ROWS = rows(_WIDTH)
-_SPAN = _ROWS * _WIDTH * 8
 
 
 def natural_quantize(
     x: Tensor, scale: Tensor, payload: Tensor, *, stream: Stream, levels: int, bits: int
 ) -> None:
     """See the reference."""
-    _natural_quantize[(triton.cdiv(x.numel(), _SPAN),)](
+    tile = shape(bits)
+    _natural_quantize[programs(x.numel(), tile)](
         x,
         scale,
         payload,
@@ -49,8 +51,7 @@ def natural_quantize(
         2.0 ** (levels + 15 - 48),
         LEVELS=levels,
         BITS=bits,
-        ROWS=_ROWS,
-        W=_WIDTH,
+        **tile,
         **OPTIONS,
     )
 
@@ -66,18 +67,18 @@ def natural_dequantize(
     add: bool,
 ) -> None:
     """See the reference."""
-    _natural_dequantize[(triton.cdiv(out.numel(), _SPAN),)](
+    tile = shape(bits)
+    _natural_dequantize[programs(out.numel(), tile)](
         payload,
         scale,
         out,
         out.numel(),
         weight,
-        largest_float(out.dtype),
+        torch.finfo(out.dtype).max,
         LEVELS=levels,
         BITS=bits,
         ADD=add,
-        ROWS=_ROWS,
-        W=_WIDTH,
+        **tile,
         **OPTIONS,
     )
 
@@ -85,9 +86,8 @@ def natural_dequantize(
 def natural_reduce(a: Tensor, b: Tensor, out: Tensor, *, stream: Stream, bits: int) -> None:
     """See the reference."""
     n = out.numel() // (16 * bits) * GROUP
-    _natural_reduce[(triton.cdiv(n, _SPAN),)](
-        a, b, out, n, *words(stream), BITS=bits, ROWS=_ROWS, W=_WIDTH, **OPTIONS
-    )
+    tile = shape(bits)
+    _natural_reduce[programs(n, tile)](a, b, out, n, *words(stream), BITS=bits, **tile, **OPTIONS)
 
 
 @triton.jit
@@ -121,20 +121,35 @@ def _natural_quantize(
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     W: tl.constexpr,
+    RUN: tl.constexpr,
 ):
-    e = row_starts(ROWS, W) + lanes(W)
-    x0, x1, x2, x3, x4, x5, x6, x7 = load8(x, e, n)
-    r0, r1, r2, r3, r4, r5, r6, r7 = dither8(e, k0, k1, 16)
-    size = of_element(scale, e, n, 0)
-    c0, c1 = _code(x0, r0, size, boost, LEVELS, BITS), _code(x1, r1, size, boost, LEVELS, BITS)
-    c2, c3 = _code(x2, r2, size, boost, LEVELS, BITS), _code(x3, r3, size, boost, LEVELS, BITS)
-    c4, c5 = _code(x4, r4, size, boost, LEVELS, BITS), _code(x5, r5, size, boost, LEVELS, BITS)
-    c6, c7 = _code(x6, r6, size, boost, LEVELS, BITS), _code(x7, r7, size, boost, LEVELS, BITS)
-    pack8(payload, e, n, c0, c1, c2, c3, c4, c5, c6, c7, BITS)
+    base, left = tile_start(n, ROWS, W, RUN)
+    e = lanes(ROWS, W, RUN)
+    size = of_element(scale, base, e, left, 0)
+    to = group_bytes(payload, base, e, BITS)
+    even, odd, one = no_bytes(e)
+    for i in tl.static_range(64 // RUN):
+        f = e + i * RUN
+        a, b = load2(x + base, f, left)
+        r, s = dither2(base, f, k0, k1, 16)
+        c, d = _code(a, r, size, boost, LEVELS, BITS), _code(b, s, size, boost, LEVELS, BITS)
+        even, odd, one = gather(to, f, left, c, d, even, odd, one, i, BITS, RUN)
+    flush(to, e, left, even, odd, one, BITS, RUN)
 
 
 @triton.jit
-def _value(code, e, n, worth, lower, bound, out, LEVELS: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr):
+def _value(
+    code,
+    e,
+    left,
+    worth,
+    lower,
+    bound,
+    out,
+    LEVELS: tl.constexpr,
+    BITS: tl.constexpr,
+    ADD: tl.constexpr,
+):
     """Decode one value per lane into out."""
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
     m = code & TOP
@@ -142,7 +157,7 @@ def _value(code, e, n, worth, lower, bound, out, LEVELS: tl.constexpr, BITS: tl.
     v = tl.where(m == 0, 0.0, v)
     v = tl.where(m == TOP, float("nan"), v)
     v = tl.where(code > TOP, -v, v)
-    emit(out, e, n, clamped((v * worth) * lower, bound), ADD)
+    emit(out, e, left, clamped((v * worth) * lower, bound), ADD)
 
 
 @triton.jit
@@ -158,26 +173,27 @@ def _natural_dequantize(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     W: tl.constexpr,
+    RUN: tl.constexpr,
 ):
-    e = row_starts(ROWS, W) + lanes(W)
-    c0, c1, c2, c3, c4, c5, c6, c7 = unpack8(payload, e, n, BITS)
-    size = of_element(scale, e, n, 0)
-    s, t, b = step(size, 1.0, weight), lower_of(size), bound
-    _value(c0, e, n, s, t, b, out, LEVELS, BITS, ADD)
-    _value(c1, e + 16, n, s, t, b, out, LEVELS, BITS, ADD)
-    _value(c2, e + 32, n, s, t, b, out, LEVELS, BITS, ADD)
-    _value(c3, e + 48, n, s, t, b, out, LEVELS, BITS, ADD)
-    _value(c4, e + 64, n, s, t, b, out, LEVELS, BITS, ADD)
-    _value(c5, e + 80, n, s, t, b, out, LEVELS, BITS, ADD)
-    _value(c6, e + 96, n, s, t, b, out, LEVELS, BITS, ADD)
-    _value(c7, e + 112, n, s, t, b, out, LEVELS, BITS, ADD)
+    base, left = tile_start(n, ROWS, W, RUN)
+    e = lanes(ROWS, W, RUN)
+    out += base
+    size = of_element(scale, base, e, left, 0)
+    worth, lower = step(size, 1.0, weight), lower_of(size)
+    at = group_bytes(payload, base, e, BITS)
+    even, odd, one = planes(at, e, left, BITS, RUN)
+    for i in tl.static_range(64 // RUN):
+        f = e + i * RUN
+        c, d = scatter(at, f, left, even, odd, one, i, BITS, RUN)
+        _value(c, f, left, worth, lower, bound, out, LEVELS, BITS, ADD)
+        _value(d, f + 64, left, worth, lower, bound, out, LEVELS, BITS, ADD)
 
 
 @triton.jit
-def _sum(a, b, e, k0, k1, BITS: tl.constexpr):
-    """One pair per lane; the rule is in `_reference/natural.py`."""
+def _sum(a, b, p, k0, k1, BITS: tl.constexpr):
+    """Sum of two codes by draw p; the rule is in `_reference/natural.py`."""
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
-    coin = mix(e.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32))
+    coin = mix(p, k0.to(tl.uint32), k1.to(tl.uint32))
     swap = (b & TOP) > (a & TOP)
     large, little = tl.where(swap, b, a), tl.where(swap, a, b)
     high, low = large & TOP, little & TOP
@@ -204,12 +220,21 @@ def _natural_reduce(
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     W: tl.constexpr,
+    RUN: tl.constexpr,
 ):
-    e = row_starts(ROWS, W) + lanes(W)
-    a0, a1, a2, a3, a4, a5, a6, a7 = unpack8(a, e, n, BITS)
-    b0, b1, b2, b3, b4, b5, b6, b7 = unpack8(b, e, n, BITS)
-    c0, c1 = _sum(a0, b0, e, k0, k1, BITS), _sum(a1, b1, e + 16, k0, k1, BITS)
-    c2, c3 = _sum(a2, b2, e + 32, k0, k1, BITS), _sum(a3, b3, e + 48, k0, k1, BITS)
-    c4, c5 = _sum(a4, b4, e + 64, k0, k1, BITS), _sum(a5, b5, e + 80, k0, k1, BITS)
-    c6, c7 = _sum(a6, b6, e + 96, k0, k1, BITS), _sum(a7, b7, e + 112, k0, k1, BITS)
-    pack8(out, e, n, c0, c1, c2, c3, c4, c5, c6, c7, BITS)
+    base, left = tile_start(n, ROWS, W, RUN)
+    e = lanes(ROWS, W, RUN)
+    p, q = group_bytes(a, base, e, BITS), group_bytes(b, base, e, BITS)
+    p_even, p_odd, p_one = planes(p, e, left, BITS, RUN)
+    q_even, q_odd, q_one = planes(q, e, left, BITS, RUN)
+    to = group_bytes(out, base, e, BITS)
+    even, odd, one = no_bytes(e)
+    first = base.to(tl.uint32)
+    for i in tl.static_range(64 // RUN):
+        f = e + i * RUN
+        c, d = scatter(p, f, left, p_even, p_odd, p_one, i, BITS, RUN)
+        g, h = scatter(q, f, left, q_even, q_odd, q_one, i, BITS, RUN)
+        c = _sum(c, g, first + f.to(tl.uint32), k0, k1, BITS)
+        d = _sum(d, h, first + (f + 64).to(tl.uint32), k0, k1, BITS)
+        even, odd, one = gather(to, f, left, c, d, even, odd, one, i, BITS, RUN)
+    flush(to, e, left, even, odd, one, BITS, RUN)

@@ -22,6 +22,12 @@ def magnitude(x):
 
 
 @triton.jit
+def square(x):
+    """x² in double precision."""
+    return x.to(tl.float64) * x.to(tl.float64)
+
+
+@triton.jit
 def finish(m, squares, KIND: tl.constexpr):
     """The scale, from the largest magnitude's bits and (KIND 2) the sum of squares."""
     largest = m.to(tl.float32, bitcast=True)
@@ -33,15 +39,15 @@ def finish(m, squares, KIND: tl.constexpr):
 
 
 @triton.jit
-def of_element(ptr, e, n, BLOCK: tl.constexpr):
+def of_element(ptr, base, e, left, BLOCK: tl.constexpr):
     """The scale of each lane's value; BLOCK 0 means one for all."""
     if BLOCK == 0:
         return tl.broadcast_to(tl.load(ptr), e.shape)
     if BLOCK % 128 == 0:
-        index = (e // 128).to(tl.int32) // (BLOCK // 128)
+        index = ((base // 128).to(tl.int32) + e // 128) // (BLOCK // 128)
     else:
-        index = (e.to(tl.uint32) // BLOCK).to(tl.int32)
-    return tl.load(ptr + index, mask=e < n, other=0.0)
+        index = ((base.to(tl.uint32) + e.to(tl.uint32)) // BLOCK).to(tl.int32)
+    return tl.load(ptr + index, mask=e < left, other=0.0)
 
 
 @triton.jit
@@ -98,12 +104,12 @@ def rint_bits(y):
 
 
 @triton.jit
-def emit(ptr, e, n, v, ADD: tl.constexpr):
+def emit(ptr, e, left, v, ADD: tl.constexpr):
     """out (+)= v."""
     if ADD:
-        v = tl.load(ptr + e, mask=e < n, other=0.0).to(tl.float32) + v
+        v = tl.load(ptr + e, mask=e < left, other=0.0).to(tl.float32) + v
     if INTERPRETED and ptr.dtype.element_ty == tl.bfloat16:  # the interpreter would truncate
         word = v.to(tl.int32, bitcast=True)
         word = (word + 0x7FFF + ((word >> 16) & 1)) & -0x10000
         v = tl.where(v == v, word.to(tl.float32, bitcast=True), v)
-    tl.store(ptr + e, v.to(ptr.dtype.element_ty), mask=e < n)
+    tl.store(ptr + e, v.to(ptr.dtype.element_ty), mask=e < left)

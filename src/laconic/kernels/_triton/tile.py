@@ -1,10 +1,13 @@
-"""Tiles: where lanes find their values, how they pack them, what they draw."""
+"""Tiles: where lanes find their values, how they pack them, what they draw.
+
+Inside a program every offset is a 32-bit one from the tile's first element; only that element's
+place in the tensor needs 64 bits.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -15,50 +18,44 @@ OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 TILE = 4096
 
 
-def words(stream: Stream | None) -> tuple[int, int]:
+def words(stream: Stream | None) -> tuple[int, ...]:
     """The stream's words as signed integers, so that a launch always sees the same type."""
-    if stream is None:
-        return 0, 0
-    return tuple(k - (1 << 32) if k >> 31 else k for k in stream)  # pyright: ignore
+    return tuple(k - (1 << 32) if k >> 31 else k for k in stream or (0, 0))
 
 
-def rows(width: int) -> int:
-    """Rows of a tile whose rows have `width` lanes of 8 values."""
-    return max(1, TILE // (8 * width))
+def shape(bits: int, row: int = 0) -> dict[str, int]:
+    """Launch arguments ROWS, W and RUN for codes of `bits` bits; a row has `row` values."""
+    run = 16 if bits & 1 else 32 if bits & 2 else 64
+    row = row or TILE
+    return {"ROWS": max(1, TILE // row), "W": row * run // 128, "RUN": run}
 
 
-def largest_float(dtype: torch.dtype) -> float:
-    """What decoding clamps to."""
-    return torch.finfo(dtype).max
-
-
-@triton.jit
-def row_starts(ROWS: tl.constexpr, W: tl.constexpr):
-    """First element of every row of this program, as int64."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    return (row * (8 * W))[:, None]
+def programs(count: int, shape: dict[str, int]) -> tuple[int]:
+    """The grid that covers `count` values."""
+    return (triton.cdiv(count, shape["ROWS"] * shape["W"] * 128 // shape["RUN"]),)
 
 
 @triton.jit
-def lanes(W: tl.constexpr):
-    """Offset of each lane's first value in its row."""
+def tile_start(n, ROWS: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr):
+    """First element of this program (int64), and how many of its values are real (int32)."""
+    SIZE: tl.constexpr = ROWS * W * (128 // RUN)
+    base = tl.program_id(0).to(tl.int64) * SIZE
+    return base, tl.minimum(n - base, SIZE).to(tl.int32)
+
+
+@triton.jit
+def lanes(ROWS: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr):
+    """Offset of each lane's first value."""
     lane = tl.arange(0, W)
-    return ((lane // 16) * 128 + lane % 16)[None, :]
+    row = tl.arange(0, ROWS) * (W * (128 // RUN))
+    return row[:, None] + ((lane // RUN) * 128 + lane % RUN)[None, :]
 
 
 @triton.jit
-def load8(ptr, e, n):
-    """The lane's 8 values as float32, zero beyond n."""
-    return (
-        tl.load(ptr + e, mask=e < n, other=0.0).to(tl.float32),
-        tl.load(ptr + e + 16, mask=e + 16 < n, other=0.0).to(tl.float32),
-        tl.load(ptr + e + 32, mask=e + 32 < n, other=0.0).to(tl.float32),
-        tl.load(ptr + e + 48, mask=e + 48 < n, other=0.0).to(tl.float32),
-        tl.load(ptr + e + 64, mask=e + 64 < n, other=0.0).to(tl.float32),
-        tl.load(ptr + e + 80, mask=e + 80 < n, other=0.0).to(tl.float32),
-        tl.load(ptr + e + 96, mask=e + 96 < n, other=0.0).to(tl.float32),
-        tl.load(ptr + e + 112, mask=e + 112 < n, other=0.0).to(tl.float32),
-    )
+def load2(ptr, e, left):
+    """Two values 64 apart as float32, zero beyond the end."""
+    a = tl.load(ptr + e, mask=e < left, other=0.0).to(tl.float32)
+    return a, tl.load(ptr + e + 64, mask=e + 64 < left, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -74,124 +71,102 @@ def mix(p, k0, k1):
 
 
 @triton.jit
-def pair(h, FRACTION: tl.constexpr):
-    """The dither of two values from one draw."""
+def dither2(base, e, k0, k1, FRACTION: tl.constexpr):
+    """The dither of the values at e and e + 64: low and high half of one draw."""
+    p = (base // 2).to(tl.uint32) + ((e // 128) * 64 + e % 64).to(tl.uint32)
+    h = mix(p, k0.to(tl.uint32), k1.to(tl.uint32))
     low = ((h & 0xFFFF) >> (16 - FRACTION)).to(tl.int32)
     return low, (h >> (32 - FRACTION)).to(tl.int32)
 
 
 @triton.jit
-def dither8(e, k0, k1, FRACTION: tl.constexpr):
-    """The dither of the lane's 8 values: the value 64 further takes the draw's high half."""
-    a, b = k0.to(tl.uint32), k1.to(tl.uint32)
-    p = ((e // 128) * 64 + e % 16).to(tl.uint32)
-    r0, r4 = pair(mix(p, a, b), FRACTION)
-    r1, r5 = pair(mix(p + 16, a, b), FRACTION)
-    r2, r6 = pair(mix(p + 32, a, b), FRACTION)
-    r3, r7 = pair(mix(p + 48, a, b), FRACTION)
-    return r0, r1, r2, r3, r4, r5, r6, r7
+def group_bytes(ptr, base, e, BITS: tl.constexpr):
+    """Where the packed group of each lane begins."""
+    return ptr + (base // 128) * (16 * BITS) + (e // 128) * (16 * BITS)
 
 
 @triton.jit
-def pack8(ptr, e, n, c0, c1, c2, c3, c4, c5, c6, c7, BITS: tl.constexpr):
-    """Write the lane's part of its group's 16·BITS bytes."""
-    p = ptr + (e // 128) * (16 * BITS) + e % 16
-    real = (e // 128) * 128 < n
+def no_bytes(e):
+    """What `gather` starts from: empty bytes of the planes of two bits (two) and one bit."""
+    zero = e * 0
+    return zero, zero, zero
+
+
+@triton.jit
+def gather(
+    ptr, e, left, c, d, even, odd, one, M: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr
+):
+    """Take the codes of pair M: write whole bytes, collect the narrower planes."""
+    real = (e // 128) * 128 < left
     if BITS == 8:
-        tl.store(p, (c0 ^ 0x80).to(tl.uint8), mask=real)
-        tl.store(p + 16, (c1 ^ 0x80).to(tl.uint8), mask=real)
-        tl.store(p + 32, (c2 ^ 0x80).to(tl.uint8), mask=real)
-        tl.store(p + 48, (c3 ^ 0x80).to(tl.uint8), mask=real)
-        tl.store(p + 64, (c4 ^ 0x80).to(tl.uint8), mask=real)
-        tl.store(p + 80, (c5 ^ 0x80).to(tl.uint8), mask=real)
-        tl.store(p + 96, (c6 ^ 0x80).to(tl.uint8), mask=real)
-        tl.store(p + 112, (c7 ^ 0x80).to(tl.uint8), mask=real)
+        tl.store(ptr + e % 64, (c ^ 0x80).to(tl.uint8), mask=real)
+        tl.store(ptr + e % 64 + 64, (d ^ 0x80).to(tl.uint8), mask=real)
     else:
-        LOW2: tl.constexpr = BITS & 4
-        LOW1: tl.constexpr = BITS & 6
         if BITS & 4:
-            tl.store(p, ((c0 & 15) | ((c4 & 15) << 4)).to(tl.uint8), mask=real)
-            tl.store(p + 16, ((c1 & 15) | ((c5 & 15) << 4)).to(tl.uint8), mask=real)
-            tl.store(p + 32, ((c2 & 15) | ((c6 & 15) << 4)).to(tl.uint8), mask=real)
-            tl.store(p + 48, ((c3 & 15) | ((c7 & 15) << 4)).to(tl.uint8), mask=real)
+            tl.store(ptr + e % 64, ((c & 15) | ((d & 15) << 4)).to(tl.uint8), mask=real)
         if BITS & 2:
-            q = p + 16 * LOW2
-            tl.store(q, four(c0, c2, c4, c6, LOW2).to(tl.uint8), mask=real)
-            tl.store(q + 16, four(c1, c3, c5, c7, LOW2).to(tl.uint8), mask=real)
+            LOW2: tl.constexpr = BITS & 4
+            two = (((c >> LOW2) & 3) | (((d >> LOW2) & 3) << 4)) << (2 * (M * RUN // 32))
+            if RUN == 16 and M % 2:
+                odd = odd | two
+            else:
+                even = even | two
         if BITS & 1:
-            even = ones(c0, c2, c4, c6, LOW1)
-            tl.store(p + 16 * LOW1, (even | (ones(c1, c3, c5, c7, LOW1) << 1)).to(tl.uint8), mask=real)
+            LOW1: tl.constexpr = BITS & 6
+            one = one | ((((c >> LOW1) & 1) | (((d >> LOW1) & 1) << 4)) << M)
+    return even, odd, one
 
 
 @triton.jit
-def four(a, b, c, d, LOW: tl.constexpr):
-    """Four fields of two bits."""
-    ab = ((a >> LOW) & 3) | (((b >> LOW) & 3) << 2)
-    return ab | (((c >> LOW) & 3) << 4) | (((d >> LOW) & 3) << 6)
+def flush(ptr, e, left, even, odd, one, BITS: tl.constexpr, RUN: tl.constexpr):
+    """Write the bytes that `gather` collected."""
+    real = (e // 128) * 128 < left
+    if BITS < 8:
+        if BITS & 2:
+            q = ptr + 16 * (BITS & 4) + e % RUN
+            tl.store(q, even.to(tl.uint8), mask=real)
+            if RUN == 16:
+                tl.store(q + 16, odd.to(tl.uint8), mask=real)
+        if BITS & 1:
+            tl.store(ptr + 16 * (BITS & 6) + e % RUN, one.to(tl.uint8), mask=real)
 
 
 @triton.jit
-def ones(a, b, c, d, LOW: tl.constexpr):
-    """Four single bits, two places apart."""
-    ab = ((a >> LOW) & 1) | (((b >> LOW) & 1) << 2)
-    return ab | (((c >> LOW) & 1) << 4) | (((d >> LOW) & 1) << 6)
+def planes(ptr, e, left, BITS: tl.constexpr, RUN: tl.constexpr):
+    """The lane's bytes of the narrower planes, for `scatter`."""
+    real = (e // 128) * 128 < left
+    even, odd, one = no_bytes(e)
+    if BITS < 8:
+        if BITS & 2:
+            q = ptr + 16 * (BITS & 4) + e % RUN
+            even = tl.load(q, mask=real, other=0).to(tl.int32)
+            if RUN == 16:
+                odd = tl.load(q + 16, mask=real, other=0).to(tl.int32)
+        if BITS & 1:
+            one = tl.load(ptr + 16 * (BITS & 6) + e % RUN, mask=real, other=0).to(tl.int32)
+    return even, odd, one
 
 
 @triton.jit
-def byte(p, real):
-    """One byte per lane, as int32."""
-    return tl.load(p, mask=real, other=0).to(tl.int32)
-
-
-@triton.jit
-def word(ptr, e, n):
-    """One int32 per lane."""
-    return tl.load(ptr + e, mask=e < n, other=0)
-
-
-@triton.jit
-def unpack8(ptr, e, n, BITS: tl.constexpr):
-    """The codes of the lane's 8 values."""
-    p = ptr + (e // 128) * (16 * BITS) + e % 16
+def scatter(ptr, e, left, even, odd, one, M: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr):
+    """The codes of pair M."""
     if BITS == 8:  # a sum of 8-bit codes comes without padding
-        return (
-            byte(p, e < n) ^ 0x80,
-            byte(p + 16, e + 16 < n) ^ 0x80,
-            byte(p + 32, e + 32 < n) ^ 0x80,
-            byte(p + 48, e + 48 < n) ^ 0x80,
-            byte(p + 64, e + 64 < n) ^ 0x80,
-            byte(p + 80, e + 80 < n) ^ 0x80,
-            byte(p + 96, e + 96 < n) ^ 0x80,
-            byte(p + 112, e + 112 < n) ^ 0x80,
-        )
-    real = (e // 128) * 128 < n
-    LOW2: tl.constexpr = BITS & 4
-    LOW1: tl.constexpr = BITS & 6
-    c0 = tl.zeros_like(e).to(tl.int32)
-    c1, c2, c3, c4, c5, c6, c7 = c0, c0, c0, c0, c0, c0, c0
-    if BITS & 4:
-        a, b = byte(p, real), byte(p + 16, real)
-        c, d = byte(p + 32, real), byte(p + 48, real)
-        c0, c1, c2, c3 = a & 15, b & 15, c & 15, d & 15
-        c4, c5, c6, c7 = a >> 4, b >> 4, c >> 4, d >> 4
-    if BITS & 2:
-        a, b = byte(p + 16 * LOW2, real), byte(p + 16 * LOW2 + 16, real)
-        c0 |= (a & 3) << LOW2
-        c1 |= (b & 3) << LOW2
-        c2 |= ((a >> 2) & 3) << LOW2
-        c3 |= ((b >> 2) & 3) << LOW2
-        c4 |= ((a >> 4) & 3) << LOW2
-        c5 |= ((b >> 4) & 3) << LOW2
-        c6 |= (a >> 6) << LOW2
-        c7 |= (b >> 6) << LOW2
-    if BITS & 1:
-        a = byte(p + 16 * LOW1, real)
-        c0 |= (a & 1) << LOW1
-        c1 |= ((a >> 1) & 1) << LOW1
-        c2 |= ((a >> 2) & 1) << LOW1
-        c3 |= ((a >> 3) & 1) << LOW1
-        c4 |= ((a >> 4) & 1) << LOW1
-        c5 |= ((a >> 5) & 1) << LOW1
-        c6 |= ((a >> 6) & 1) << LOW1
-        c7 |= (a >> 7) << LOW1
-    return c0, c1, c2, c3, c4, c5, c6, c7
+        c = tl.load(ptr + e % 64, mask=e < left, other=0).to(tl.int32) ^ 0x80
+        d = tl.load(ptr + e % 64 + 64, mask=e + 64 < left, other=0).to(tl.int32) ^ 0x80
+    else:
+        c = e * 0
+        d = c
+        if BITS & 4:
+            a = tl.load(ptr + e % 64, mask=(e // 128) * 128 < left, other=0).to(tl.int32)
+            c, d = a & 15, a >> 4
+        if BITS & 2:
+            LOW2: tl.constexpr = BITS & 4
+            two = even >> (2 * (M * RUN // 32))
+            if RUN == 16 and M % 2:
+                two = odd >> (2 * (M * RUN // 32))
+            c, d = c | ((two & 3) << LOW2), d | (((two >> 4) & 3) << LOW2)
+        if BITS & 1:
+            LOW1: tl.constexpr = BITS & 6
+            bit = one >> M
+            c, d = c | ((bit & 1) << LOW1), d | (((bit >> 4) & 1) << LOW1)
+    return c, d
