@@ -265,15 +265,15 @@ def test_blocks_that_are_not_finite_have_equal_bytes(
     fast: Fast, block: int, dtype: torch.dtype
 ) -> None:
     """A NaN has many forms, and conversions from 16 bits choose differently: one must be sent."""
-    for bad in (math.nan, math.inf):
+    for bad, place in fast.some((block, dtype), (math.nan, math.inf), (150, 299)):
         x = gaussian(300).to(dtype)
-        x[150] = bad
+        x[place] = bad  # torch converts the end of a tensor with other code than its middle
         results = fast.both(
             lambda m, put: quantize(m, put, x, block=block, levels=7, bits=4, kind=MAX)
         )
         for name in ("codes", "scales"):
             wanted, got = (result[name].cpu().view(torch.uint8) for result in results)
-            assert_same_bits(got, wanted, (name, bad))
+            assert_same_bits(got, wanted, (name, bad, place))
 
 
 @pytest.mark.parametrize("numel", [1, 2, 129, 1000])

@@ -1,8 +1,7 @@
-"""GPU kernels. A tile is ROWS × W lanes; a lane owns 2, 4 or 8 values of one group of 128.
+"""GPU kernels. A tile is ROWS × W lanes; a lane owns two values of a group, 64 apart.
 
-They are RUN apart, RUN = 64, 32 or 16: the values whose codes share a byte of the narrowest
-plane. So packing needs no exchange between threads, and runs of RUN values keep loads wide. A
-kernel walks through the lane's values in pairs 64 apart, which share a draw.
+They share a draw, and their codes share a byte of the planes of four bits and more. Bytes of
+narrower planes hold the codes of two or four lanes of one warp, which add them up in registers.
 `TRITON_INTERPRET=1` runs the same kernels on CPU tensors.
 """
 

@@ -11,7 +11,7 @@ from laconic._key import Stream
 from laconic.kernels._layout import ScaleKind, code_offset, fraction_bits
 from laconic.kernels._triton.scale import (
     clamped,
-    emit,
+    emit2,
     finish,
     lower_of,
     magnitude,
@@ -24,17 +24,13 @@ from laconic.kernels._triton.scale import (
 from laconic.kernels._triton.tile import (
     OPTIONS,
     dither2,
-    flush,
-    gather,
-    group_bytes,
     lanes,
     load2,
-    no_bytes,
-    planes,
+    pack2,
     programs,
-    scatter,
     shape,
     tile_start,
+    unpack2,
     words,
 )
 
@@ -73,7 +69,7 @@ def quantize(
     fused = 128 <= block <= 4096 and block & (block - 1) == 0 and kind is not ScaleKind.GIVEN
     if kind is not ScaleKind.GIVEN and not fused:
         scales(x, scale, block=block, kind=kind)
-    tile = shape(bits, block if fused else 0)
+    tile = shape(block if fused else 0)
     fraction = fraction_bits(levels)
     _quantize[programs(x.numel(), tile)](
         x,
@@ -107,7 +103,7 @@ def dequantize(
 ) -> None:
     """See the reference."""
     fraction = fraction_bits(levels)
-    tile = shape(bits)
+    tile = shape()
     _dequantize[programs(out.numel(), tile)](
         payload,
         scale,
@@ -174,9 +170,10 @@ def _code(
     BLOCK: tl.constexpr,
     LIMIT: tl.constexpr,
     FRACTION: tl.constexpr,
+    OFFSET: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    """q of one value per lane; with CHECK, `over` also tells where |x| exceeds its scale."""
+    """q + OFFSET of one value per lane; with CHECK, `over` tells where |x| exceeds its scale."""
     if BLOCK % 128 != 0:
         size = of_element(scale, base, e, left, BLOCK)
     y = scaled(x, size, LIMIT * 1.0)
@@ -185,7 +182,7 @@ def _code(
         bad = (tl.abs(y) > TOLERANCE) | (y != y) | ((size == 0.0) & (x != 0.0))
         y = tl.where(bad, 0.0, clamped(y, LIMIT * 1.0))
         over = over | bad
-    return (rint_bits(y) - 0x4B400000 + r) >> FRACTION, over
+    return ((rint_bits(y) + r) >> FRACTION) + (OFFSET - (0x4B400000 >> FRACTION)), over
 
 
 @triton.jit(do_not_specialize=["k0", "k1"])
@@ -204,81 +201,34 @@ def _quantize(
     OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
     W: tl.constexpr,
-    RUN: tl.constexpr,
 ):
     """ROWS rows; with KIND set a row is a block and its scale is found here."""
-    PAIRS: tl.constexpr = 64 // RUN
     CHECK: tl.constexpr = KIND == 0
-    base, left = tile_start(n, ROWS, W, RUN)
-    e = lanes(ROWS, W, RUN)
-    x += base
-    a, b = load2(x, e, left)
+    base, left = tile_start(n, ROWS, W)
+    e = lanes(ROWS, W)
+    a, b = load2(x + base, e, left)
     if KIND:
-        m = tl.maximum(magnitude(a), magnitude(b))
-        squares = tl.zeros((ROWS, 1), tl.float64)
+        squares = tl.zeros((ROWS, W), tl.float64)
         if KIND == 2:
             squares = square(a) + square(b)
-        for i in tl.static_range(1, PAIRS):
-            c, d = load2(x, e + i * RUN, left)
-            m = tl.maximum(m, tl.maximum(magnitude(c), magnitude(d)))
-            if KIND == 2:
-                squares += square(c) + square(d)
+        m = tl.maximum(magnitude(a), magnitude(b))
         size = finish(tl.max(m, 1), tl.sum(squares, 1), KIND)[:, None]
         row = tl.arange(0, ROWS)[:, None]
         tl.store(scale + base // BLOCK + row, size, mask=row * BLOCK < left)
     else:
         size = of_element(scale, base, e, left, BLOCK)
+    r, s = dither2(base, e, k0, k1, FRACTION)
     over = e < 0
-    even, odd, one = no_bytes(e)
-    to = payload
-    if BITS != 32:
-        to = group_bytes(payload, base, e, BITS)
-    for i in tl.static_range(PAIRS):
-        f = e + i * RUN
-        if i:
-            a, b = load2(x, f, left)
-        r, s = dither2(base, f, k0, k1, FRACTION)
-        c, over = _code(a, r, base, f, left, scale, size, over, BLOCK, LIMIT, FRACTION, CHECK)
-        d, over = _code(b, s, base, f + 64, left, scale, size, over, BLOCK, LIMIT, FRACTION, CHECK)
-        if BITS == 32:
-            tl.store(payload + base + f, c, mask=f < left)
-            tl.store(payload + base + f + 64, d, mask=f + 64 < left)
-        else:
-            c, d = c + OFFSET, d + OFFSET
-            even, odd, one = gather(to, f, left, c, d, even, odd, one, i, BITS, RUN)
-    if BITS != 32:
-        flush(to, e, left, even, odd, one, BITS, RUN)
+    c, over = _code(a, r, base, e, left, scale, size, over, BLOCK, LIMIT, FRACTION, OFFSET, CHECK)
+    d, over = _code(b, s, base, e + 64, left, scale, size, over, BLOCK, LIMIT, FRACTION, OFFSET, CHECK)
+    if BITS == 32:
+        tl.store(payload + base + e, c, mask=e < left)
+        tl.store(payload + base + e + 64, d, mask=e + 64 < left)
+    else:
+        pack2(payload, base, e, left, c, d, BITS, ROWS, W)
     if CHECK and BLOCK == 0:  # poison the one scale: a value above it has no code
         bad = tl.max(tl.max(over.to(tl.int32), 1), 0)
         tl.store(scale, float("nan"), mask=bad > 0)
-
-
-@triton.jit
-def _value(
-    q,
-    r,
-    base,
-    e,
-    left,
-    scale,
-    worth,
-    lower,
-    unit,
-    weight,
-    bound,
-    out,
-    BLOCK: tl.constexpr,
-    FRACTION: tl.constexpr,
-    SUBTRACT: tl.constexpr,
-    ADD: tl.constexpr,
-):
-    """Decode one value per lane into out."""
-    if BLOCK % 128 != 0:
-        size = of_element(scale, base, e, left, BLOCK)
-        worth, lower = step(size, unit, weight), lower_of(size)
-    if SUBTRACT:
-        q = (q << (FRACTION + 1)) - 2 * r + ((1 << FRACTION) - 1)
-    emit(out, e, left, clamped((q.to(tl.float32) * worth) * lower, bound), ADD)
 
 
 @triton.jit(do_not_specialize=["k0", "k1", "offset"])
@@ -300,34 +250,24 @@ def _dequantize(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     W: tl.constexpr,
-    RUN: tl.constexpr,
 ):
-    base, left = tile_start(n, ROWS, W, RUN)
-    e = lanes(ROWS, W, RUN)
+    base, left = tile_start(n, ROWS, W)
+    e = lanes(ROWS, W)
     out += base
+    if BITS == 32:
+        c = tl.load(payload + base + e, mask=e < left, other=0)
+        d = tl.load(payload + base + e + 64, mask=e + 64 < left, other=0)
+    else:
+        c, d = unpack2(payload, base, e, left, BITS)
+        c, d = c - offset, d - offset
+    if SUBTRACT:
+        r, s = dither2(base, e, k0, k1, FRACTION)
+        c = (c << (FRACTION + 1)) - 2 * r + ((1 << FRACTION) - 1)
+        d = (d << (FRACTION + 1)) - 2 * s + ((1 << FRACTION) - 1)
     size = of_element(scale, base, e, left, BLOCK)
-    worth, lower = step(size, unit, weight), lower_of(size)
-    at = payload
-    even, odd, one = no_bytes(e)
-    if BITS != 32:
-        at = group_bytes(payload, base, e, BITS)
-        even, odd, one = planes(at, e, left, BITS, RUN)
-    for i in tl.static_range(64 // RUN):
-        f = e + i * RUN
-        if BITS == 32:
-            c = tl.load(payload + base + f, mask=f < left, other=0)
-            d = tl.load(payload + base + f + 64, mask=f + 64 < left, other=0)
-        else:
-            c, d = scatter(at, f, left, even, odd, one, i, BITS, RUN)
-            c, d = c - offset, d - offset
-        r, s = c, d
-        if SUBTRACT:
-            r, s = dither2(base, f, k0, k1, FRACTION)
-        _value(
-            c, r, base, f, left, scale, worth, lower, unit, weight, bound, out,
-            BLOCK, FRACTION, SUBTRACT, ADD,
-        )  # fmt: skip
-        _value(
-            d, s, base, f + 64, left, scale, worth, lower, unit, weight, bound, out,
-            BLOCK, FRACTION, SUBTRACT, ADD,
-        )  # fmt: skip
+    other = size
+    if BLOCK % 128 != 0:
+        other = of_element(scale, base, e + 64, left, BLOCK)
+    v = (c.to(tl.float32) * step(size, unit, weight)) * lower_of(size)
+    w = (d.to(tl.float32) * step(other, unit, weight)) * lower_of(other)
+    emit2(out, e, left, clamped(v, bound), clamped(w, bound), ADD)

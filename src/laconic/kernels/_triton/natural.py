@@ -11,7 +11,7 @@ from laconic._key import Stream
 from laconic.kernels._layout import GROUP
 from laconic.kernels._triton.scale import (
     clamped,
-    emit,
+    emit2,
     lower_of,
     of_element,
     rint_bits,
@@ -21,18 +21,14 @@ from laconic.kernels._triton.scale import (
 from laconic.kernels._triton.tile import (
     OPTIONS,
     dither2,
-    flush,
-    gather,
-    group_bytes,
     lanes,
     load2,
     mix,
-    no_bytes,
-    planes,
+    pack2,
     programs,
-    scatter,
     shape,
     tile_start,
+    unpack2,
     words,
 )
 
@@ -41,7 +37,7 @@ def natural_quantize(
     x: Tensor, scale: Tensor, payload: Tensor, *, stream: Stream, levels: int, bits: int
 ) -> None:
     """See the reference."""
-    tile = shape(bits)
+    tile = shape()
     _natural_quantize[programs(x.numel(), tile)](
         x,
         scale,
@@ -67,7 +63,7 @@ def natural_dequantize(
     add: bool,
 ) -> None:
     """See the reference."""
-    tile = shape(bits)
+    tile = shape()
     _natural_dequantize[programs(out.numel(), tile)](
         payload,
         scale,
@@ -86,7 +82,7 @@ def natural_dequantize(
 def natural_reduce(a: Tensor, b: Tensor, out: Tensor, *, stream: Stream, bits: int) -> None:
     """See the reference."""
     n = out.numel() // (16 * bits) * GROUP
-    tile = shape(bits)
+    tile = shape()
     _natural_reduce[programs(n, tile)](a, b, out, n, *words(stream), BITS=bits, **tile, **OPTIONS)
 
 
@@ -121,43 +117,25 @@ def _natural_quantize(
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     W: tl.constexpr,
-    RUN: tl.constexpr,
 ):
-    base, left = tile_start(n, ROWS, W, RUN)
-    e = lanes(ROWS, W, RUN)
+    base, left = tile_start(n, ROWS, W)
+    e = lanes(ROWS, W)
+    a, b = load2(x + base, e, left)
+    r, s = dither2(base, e, k0, k1, 16)
     size = of_element(scale, base, e, left, 0)
-    to = group_bytes(payload, base, e, BITS)
-    even, odd, one = no_bytes(e)
-    for i in tl.static_range(64 // RUN):
-        f = e + i * RUN
-        a, b = load2(x + base, f, left)
-        r, s = dither2(base, f, k0, k1, 16)
-        c, d = _code(a, r, size, boost, LEVELS, BITS), _code(b, s, size, boost, LEVELS, BITS)
-        even, odd, one = gather(to, f, left, c, d, even, odd, one, i, BITS, RUN)
-    flush(to, e, left, even, odd, one, BITS, RUN)
+    c, d = _code(a, r, size, boost, LEVELS, BITS), _code(b, s, size, boost, LEVELS, BITS)
+    pack2(payload, base, e, left, c, d, BITS, ROWS, W)
 
 
 @triton.jit
-def _value(
-    code,
-    e,
-    left,
-    worth,
-    lower,
-    bound,
-    out,
-    LEVELS: tl.constexpr,
-    BITS: tl.constexpr,
-    ADD: tl.constexpr,
-):
-    """Decode one value per lane into out."""
+def _value(code, LEVELS: tl.constexpr, BITS: tl.constexpr):
+    """The power of two that a code means, in units of the scale."""
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
     m = code & TOP
     v = ((m + (127 - LEVELS)) << 23).to(tl.float32, bitcast=True)
     v = tl.where(m == 0, 0.0, v)
     v = tl.where(m == TOP, float("nan"), v)
-    v = tl.where(code > TOP, -v, v)
-    emit(out, e, left, clamped((v * worth) * lower, bound), ADD)
+    return tl.where(code > TOP, -v, v)
 
 
 @triton.jit
@@ -173,27 +151,21 @@ def _natural_dequantize(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     W: tl.constexpr,
-    RUN: tl.constexpr,
 ):
-    base, left = tile_start(n, ROWS, W, RUN)
-    e = lanes(ROWS, W, RUN)
-    out += base
+    base, left = tile_start(n, ROWS, W)
+    e = lanes(ROWS, W)
+    c, d = unpack2(payload, base, e, left, BITS)
     size = of_element(scale, base, e, left, 0)
     worth, lower = step(size, 1.0, weight), lower_of(size)
-    at = group_bytes(payload, base, e, BITS)
-    even, odd, one = planes(at, e, left, BITS, RUN)
-    for i in tl.static_range(64 // RUN):
-        f = e + i * RUN
-        c, d = scatter(at, f, left, even, odd, one, i, BITS, RUN)
-        _value(c, f, left, worth, lower, bound, out, LEVELS, BITS, ADD)
-        _value(d, f + 64, left, worth, lower, bound, out, LEVELS, BITS, ADD)
+    v = clamped((_value(c, LEVELS, BITS) * worth) * lower, bound)
+    w = clamped((_value(d, LEVELS, BITS) * worth) * lower, bound)
+    emit2(out + base, e, left, v, w, ADD)
 
 
 @triton.jit
-def _sum(a, b, p, k0, k1, BITS: tl.constexpr):
-    """Sum of two codes by draw p; the rule is in `_reference/natural.py`."""
+def _sum(a, b, coin, BITS: tl.constexpr):
+    """Sum of two codes by a coin of 32 bits; the rule is in `_reference/natural.py`."""
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
-    coin = mix(p, k0.to(tl.uint32), k1.to(tl.uint32))
     swap = (b & TOP) > (a & TOP)
     large, little = tl.where(swap, b, a), tl.where(swap, a, b)
     high, low = large & TOP, little & TOP
@@ -220,21 +192,14 @@ def _natural_reduce(
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     W: tl.constexpr,
-    RUN: tl.constexpr,
 ):
-    base, left = tile_start(n, ROWS, W, RUN)
-    e = lanes(ROWS, W, RUN)
-    p, q = group_bytes(a, base, e, BITS), group_bytes(b, base, e, BITS)
-    p_even, p_odd, p_one = planes(p, e, left, BITS, RUN)
-    q_even, q_odd, q_one = planes(q, e, left, BITS, RUN)
-    to = group_bytes(out, base, e, BITS)
-    even, odd, one = no_bytes(e)
-    first = base.to(tl.uint32)
-    for i in tl.static_range(64 // RUN):
-        f = e + i * RUN
-        c, d = scatter(p, f, left, p_even, p_odd, p_one, i, BITS, RUN)
-        g, h = scatter(q, f, left, q_even, q_odd, q_one, i, BITS, RUN)
-        c = _sum(c, g, first + f.to(tl.uint32), k0, k1, BITS)
-        d = _sum(d, h, first + (f + 64).to(tl.uint32), k0, k1, BITS)
-        even, odd, one = gather(to, f, left, c, d, even, odd, one, i, BITS, RUN)
-    flush(to, e, left, even, odd, one, BITS, RUN)
+    base, left = tile_start(n, ROWS, W)
+    e = lanes(ROWS, W)
+    c, d = unpack2(a, base, e, left, BITS)
+    f, g = unpack2(b, base, e, left, BITS)
+    p = base.to(tl.uint32) + k0.to(tl.uint32) + e.to(tl.uint32)
+    c, d = (
+        _sum(c, f, mix(p, k1.to(tl.uint32)), BITS),
+        _sum(d, g, mix(p + 64, k1.to(tl.uint32)), BITS),
+    )
+    pack2(out, base, e, left, c, d, BITS, ROWS, W)

@@ -16,7 +16,7 @@ from laconic.kernels._layout import CHECK_GROUPS, GROUP, ScaleKind, fraction_bit
 from laconic.kernels._triton.linear import scales
 from laconic.kernels._triton.scale import (
     clamped,
-    emit,
+    emit2,
     lower_of,
     of_element,
     rint_bits,
@@ -26,17 +26,13 @@ from laconic.kernels._triton.scale import (
 from laconic.kernels._triton.tile import (
     OPTIONS,
     dither2,
-    flush,
-    gather,
-    group_bytes,
     lanes,
     load2,
-    no_bytes,
-    planes,
+    pack2,
     programs,
-    scatter,
     shape,
     tile_start,
+    unpack2,
     words,
 )
 
@@ -62,7 +58,7 @@ def nested_quantize(
     """See the reference."""
     scales(x, scale, block=block, kind=kind)
     fraction = fraction_bits(levels)
-    tile = shape(bits, _ROW)
+    tile = shape(_ROW)
     _nested_quantize[programs(x.numel(), tile)](
         x,
         scale,
@@ -99,7 +95,7 @@ def nested_dequantize(
 ) -> None:
     """See the reference."""
     fraction = fraction_bits(levels)
-    tile = shape(bits, _ROW)
+    tile = shape(_ROW)
     _nested_dequantize[programs(out.numel(), tile)](
         payload,
         scale,
@@ -133,19 +129,18 @@ def _cell(
     left,
     scale,
     gain,
-    total,
     BLOCK: tl.constexpr,
     FRACTION: tl.constexpr,
     RATIO: tl.constexpr,
 ):
-    """Code of one value per lane; its share of the check is added to total."""
+    """Code of one value per lane, and its share of the check."""
     y = scaled(x, of_element(scale, base, e, left, BLOCK), gain)
     y = tl.where(y == y, y, 0.0)
     index = (rint_bits(y) - 0x4B400000 + r) >> FRACTION
     HALF: tl.constexpr = (RATIO - 1) // 2
     MAGIC: tl.constexpr = (1 << 20) // RATIO + 1
     cell = (((index + (HALF + _LIFT * RATIO)) * MAGIC) >> 20) - _LIFT
-    return index - RATIO * cell + HALF, total + cell * (r | 1)
+    return index - RATIO * cell + HALF, cell * (r | 1)
 
 
 @triton.jit(do_not_specialize=["k0", "k1"])
@@ -164,23 +159,16 @@ def _nested_quantize(
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     W: tl.constexpr,
-    RUN: tl.constexpr,
 ):
-    base, left = tile_start(n, ROWS, W, RUN)
-    e = lanes(ROWS, W, RUN)
-    to = group_bytes(payload, base, e, BITS)
-    even, odd, one = no_bytes(e)
-    total = e * 0
-    for i in tl.static_range(64 // RUN):
-        f = e + i * RUN
-        a, b = load2(x + base, f, left)
-        r, s = dither2(base, f, k0, k1, FRACTION)
-        c, total = _cell(a, r, base, f, left, scale, gain, total, BLOCK, FRACTION, RATIO)
-        d, total = _cell(b, s, base, f + 64, left, scale, gain, total, BLOCK, FRACTION, RATIO)
-        even, odd, one = gather(to, f, left, c, d, even, odd, one, i, BITS, RUN)
-    flush(to, e, left, even, odd, one, BITS, RUN)
+    base, left = tile_start(n, ROWS, W)
+    e = lanes(ROWS, W)
+    a, b = load2(x + base, e, left)
+    r, s = dither2(base, e, k0, k1, FRACTION)
+    c, first = _cell(a, r, base, e, left, scale, gain, BLOCK, FRACTION, RATIO)
+    d, second = _cell(b, s, base, e + 64, left, scale, gain, BLOCK, FRACTION, RATIO)
+    pack2(payload, base, e, left, c, d, BITS, ROWS, W)
     row = tl.arange(0, ROWS)[:, None]
-    byte = (tl.sum(total, 1)[:, None] & 0xFF).to(tl.uint8)
+    byte = (tl.sum(first + second, 1)[:, None] & 0xFF).to(tl.uint8)
     tl.store(check + base // 512 + row, byte, mask=row * 512 < left)
 
 
@@ -198,14 +186,11 @@ def _resolved(
     weight,
     beta,
     bound,
-    out,
-    total,
     BLOCK: tl.constexpr,
     FRACTION: tl.constexpr,
     RATIO: tl.constexpr,
-    ADD: tl.constexpr,
 ):
-    """Decode one value per lane into out; its share of the check is added to total."""
+    """One decoded value per lane, and its share of the check."""
     size = of_element(scale, base, e, left, BLOCK)
     near = scaled(y, size, gain)
     near = clamped(tl.where(near == near, near, 0.0), _SIDE_LIMIT)
@@ -215,9 +200,8 @@ def _resolved(
     k = ((((z >> (FRACTION + 1)) + _LIFT * RATIO) * MAGIC) >> 20) - _LIFT
     v = (w - (RATIO << (FRACTION + 1)) * k).to(tl.float32)
     v = clamped((v * step(size, unit, weight)) * lower_of(size), bound)
-    emit(out, e, left, v + y * beta, ADD)
     # a row may reach past the last group, where there are no codes
-    return total - tl.where((e // 128) * 128 < left, k * (r | 1), 0)
+    return v + y * beta, tl.where((e // 128) * 128 < left, -k * (r | 1), 0)
 
 
 @triton.jit(do_not_specialize=["k0", "k1"])
@@ -243,29 +227,21 @@ def _nested_dequantize(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     W: tl.constexpr,
-    RUN: tl.constexpr,
 ):
-    base, left = tile_start(n, ROWS, W, RUN)
-    e = lanes(ROWS, W, RUN)
-    at = group_bytes(payload, base, e, BITS)
-    even, odd, one = planes(at, e, left, BITS, RUN)
-    out += base
-    total = e * 0
-    for i in tl.static_range(64 // RUN):
-        f = e + i * RUN
-        c, d = scatter(at, f, left, even, odd, one, i, BITS, RUN)
-        y, z = load2(side + base, f, left)
-        r, s = dither2(base, f, k0, k1, FRACTION)
-        total = _resolved(
-            c, r, base, f, left, scale, y, gain, unit, weight, beta, bound, out, total,
-            BLOCK, FRACTION, RATIO, ADD,
-        )  # fmt: skip
-        total = _resolved(
-            d, s, base, f + 64, left, scale, z, gain, unit, weight, beta, bound, out, total,
-            BLOCK, FRACTION, RATIO, ADD,
-        )  # fmt: skip
+    base, left = tile_start(n, ROWS, W)
+    e = lanes(ROWS, W)
+    c, d = unpack2(payload, base, e, left, BITS)
+    y, z = load2(side + base, e, left)
+    r, s = dither2(base, e, k0, k1, FRACTION)
+    v, first = _resolved(
+        c, r, base, e, left, scale, y, gain, unit, weight, beta, bound, BLOCK, FRACTION, RATIO
+    )
+    w, second = _resolved(
+        d, s, base, e + 64, left, scale, z, gain, unit, weight, beta, bound, BLOCK, FRACTION, RATIO
+    )
+    emit2(out + base, e, left, v, w, ADD)
     row = tl.arange(0, ROWS)[:, None]
     real = row * 512 < left
     sent = tl.load(check + base // 512 + row, mask=real, other=0).to(tl.int32)
-    wrong = (tl.sum(total, 1)[:, None] & 0xFF) != sent
+    wrong = (tl.sum(first + second, 1)[:, None] & 0xFF) != sent
     tl.store(failed + base // 512 + row, wrong.to(tl.uint8), mask=real)

@@ -104,12 +104,20 @@ def rint_bits(y):
 
 
 @triton.jit
-def emit(ptr, e, left, v, ADD: tl.constexpr):
-    """out (+)= v."""
+def emit2(ptr, e, left, v, w, ADD: tl.constexpr):
+    """out (+)= v at e and w at e + 64. Both are loaded before either is stored."""
     if ADD:
         v = tl.load(ptr + e, mask=e < left, other=0.0).to(tl.float32) + v
-    if INTERPRETED and ptr.dtype.element_ty == tl.bfloat16:  # the interpreter would truncate
+        w = tl.load(ptr + e + 64, mask=e + 64 < left, other=0.0).to(tl.float32) + w
+    tl.store(ptr + e, narrowed(v, ptr.dtype.element_ty), mask=e < left)
+    tl.store(ptr + e + 64, narrowed(w, ptr.dtype.element_ty), mask=e + 64 < left)
+
+
+@triton.jit
+def narrowed(v, KIND: tl.constexpr):
+    """v in another float type, rounded to nearest."""
+    if INTERPRETED and tl.bfloat16 == KIND:  # the interpreter would truncate
         word = v.to(tl.int32, bitcast=True)
         word = (word + 0x7FFF + ((word >> 16) & 1)) & -0x10000
         v = tl.where(v == v, word.to(tl.float32, bitcast=True), v)
-    tl.store(ptr + e, v.to(ptr.dtype.element_ty), mask=e < left)
+    return v.to(KIND)

@@ -23,46 +23,43 @@ def words(stream: Stream | None) -> tuple[int, ...]:
     return tuple(k - (1 << 32) if k >> 31 else k for k in stream or (0, 0))
 
 
-def shape(bits: int, row: int = 0) -> dict[str, int]:
-    """Launch arguments ROWS, W and RUN for codes of `bits` bits; a row has `row` values."""
-    run = 16 if bits & 1 else 32 if bits & 2 else 64
+def shape(row: int = 0) -> dict[str, int]:
+    """Launch arguments ROWS and W; a row has `row` values, or the tile is one row."""
     row = row or TILE
-    return {"ROWS": max(1, TILE // row), "W": row * run // 128, "RUN": run}
+    return {"ROWS": max(1, TILE // row), "W": row // 2}
 
 
 def programs(count: int, shape: dict[str, int]) -> tuple[int]:
     """The grid that covers `count` values."""
-    return (triton.cdiv(count, shape["ROWS"] * shape["W"] * 128 // shape["RUN"]),)
+    return (triton.cdiv(count, shape["ROWS"] * shape["W"] * 2),)
 
 
 @triton.jit
-def tile_start(n, ROWS: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr):
+def tile_start(n, ROWS: tl.constexpr, W: tl.constexpr):
     """First element of this program (int64), and how many of its values are real (int32)."""
-    SIZE: tl.constexpr = ROWS * W * (128 // RUN)
-    base = tl.program_id(0).to(tl.int64) * SIZE
-    return base, tl.minimum(n - base, SIZE).to(tl.int32)
+    base = tl.program_id(0).to(tl.int64) * (2 * ROWS * W)
+    return base, tl.minimum(n - base, 2 * ROWS * W).to(tl.int32)
 
 
 @triton.jit
-def lanes(ROWS: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr):
-    """Offset of each lane's first value."""
+def lanes(ROWS: tl.constexpr, W: tl.constexpr):
+    """Offset of each lane's first value; the second is 64 further."""
     lane = tl.arange(0, W)
-    row = tl.arange(0, ROWS) * (W * (128 // RUN))
-    return row[:, None] + ((lane // RUN) * 128 + lane % RUN)[None, :]
+    row = tl.arange(0, ROWS) * (2 * W)
+    return row[:, None] + ((lane // 64) * 128 + lane % 64)[None, :]
 
 
 @triton.jit
 def load2(ptr, e, left):
-    """Two values 64 apart as float32, zero beyond the end."""
+    """The lane's values as float32, zero beyond the end."""
     a = tl.load(ptr + e, mask=e < left, other=0.0).to(tl.float32)
     return a, tl.load(ptr + e + 64, mask=e + 64 < left, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def mix(p, k0, k1):
-    """Draw p of stream (k0, k1); all uint32."""
-    h = p + k0
-    h = h ^ (h >> 16)
+def mix(p, k1):
+    """The draw of p = counter + k0; all uint32."""
+    h = p ^ (p >> 16)
     h = h * 0x7FEB352D
     h = h ^ (h >> 15)
     h = h ^ k1
@@ -72,101 +69,78 @@ def mix(p, k0, k1):
 
 @triton.jit
 def dither2(base, e, k0, k1, FRACTION: tl.constexpr):
-    """The dither of the values at e and e + 64: low and high half of one draw."""
-    p = (base // 2).to(tl.uint32) + ((e // 128) * 64 + e % 64).to(tl.uint32)
-    h = mix(p, k0.to(tl.uint32), k1.to(tl.uint32))
+    """The dither of the lane's values: low and high half of one draw."""
+    first = (base // 2).to(tl.uint32) + k0.to(tl.uint32)
+    h = mix(first + ((e // 128) * 64 + e % 64).to(tl.uint32), k1.to(tl.uint32))
     low = ((h & 0xFFFF) >> (16 - FRACTION)).to(tl.int32)
     return low, (h >> (32 - FRACTION)).to(tl.int32)
 
 
 @triton.jit
-def group_bytes(ptr, base, e, BITS: tl.constexpr):
-    """Where the packed group of each lane begins."""
-    return ptr + (base // 128) * (16 * BITS) + (e // 128) * (16 * BITS)
-
-
-@triton.jit
-def no_bytes(e):
-    """What `gather` starts from: empty bytes of the planes of two bits (two) and one bit."""
-    zero = e * 0
-    return zero, zero, zero
-
-
-@triton.jit
-def gather(
-    ptr, e, left, c, d, even, odd, one, M: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr
-):
-    """Take the codes of pair M: write whole bytes, collect the narrower planes."""
+def pack2(ptr, base, e, left, c, d, BITS: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr):
+    """Write the codes (of BITS bits, nothing above) of a tile's lanes."""
+    ptr += (base // 128) * (16 * BITS)
+    p = ptr + (e // 128) * (16 * BITS) + e % 64
     real = (e // 128) * 128 < left
     if BITS == 8:
-        tl.store(ptr + e % 64, (c ^ 0x80).to(tl.uint8), mask=real)
-        tl.store(ptr + e % 64 + 64, (d ^ 0x80).to(tl.uint8), mask=real)
+        tl.store(p, (c ^ 0x80).to(tl.uint8), mask=real)
+        tl.store(p + 64, (d ^ 0x80).to(tl.uint8), mask=real)
+    elif BITS == 4:
+        tl.store(p, (c | (d << 4)).to(tl.uint8), mask=real)
     else:
         if BITS & 4:
-            tl.store(ptr + e % 64, ((c & 15) | ((d & 15) << 4)).to(tl.uint8), mask=real)
+            tl.store(p, ((c & 15) | ((d & 15) << 4)).to(tl.uint8), mask=real)
         if BITS & 2:
-            LOW2: tl.constexpr = BITS & 4
-            two = (((c >> LOW2) & 3) | (((d >> LOW2) & 3) << 4)) << (2 * (M * RUN // 32))
-            if RUN == 16 and M % 2:
-                odd = odd | two
-            else:
-                even = even | two
+            plane(ptr, left, c >> (BITS & 4), d >> (BITS & 4), 2, BITS & 4, BITS, ROWS, W)
         if BITS & 1:
-            LOW1: tl.constexpr = BITS & 6
-            one = one | ((((c >> LOW1) & 1) | (((d >> LOW1) & 1) << 4)) << M)
-    return even, odd, one
+            plane(ptr, left, c >> (BITS & 6), d >> (BITS & 6), 1, BITS & 6, BITS, ROWS, W)
 
 
 @triton.jit
-def flush(ptr, e, left, even, odd, one, BITS: tl.constexpr, RUN: tl.constexpr):
-    """Write the bytes that `gather` collected."""
-    real = (e // 128) * 128 < left
-    if BITS < 8:
-        if BITS & 2:
-            q = ptr + 16 * (BITS & 4) + e % RUN
-            tl.store(q, even.to(tl.uint8), mask=real)
-            if RUN == 16:
-                tl.store(q + 16, odd.to(tl.uint8), mask=real)
-        if BITS & 1:
-            tl.store(ptr + 16 * (BITS & 6) + e % RUN, one.to(tl.uint8), mask=real)
+def plane(
+    ptr,
+    left,
+    c,
+    d,
+    P: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Write a plane of P = 2 or 1 bits: a byte takes 4/P lanes, 16·P apart."""
+    LANES: tl.constexpr = 4 // P
+    GROUPS: tl.constexpr = ROWS * W // 64
+    MASK: tl.constexpr = (1 << P) - 1
+    fields = (c & MASK) | ((d & MASK) << 4)
+    fields = tl.reshape(fields, (GROUPS, LANES, 16 * P))
+    shift = (tl.arange(0, LANES) * P)[None, :, None]
+    byte = tl.sum(fields << shift, 1)
+    group = tl.arange(0, GROUPS)[:, None]
+    to = ptr + group * (16 * BITS) + 16 * BEFORE + tl.arange(0, 16 * P)[None, :]
+    tl.store(to, byte.to(tl.uint8), mask=group * 128 < left)
 
 
 @triton.jit
-def planes(ptr, e, left, BITS: tl.constexpr, RUN: tl.constexpr):
-    """The lane's bytes of the narrower planes, for `scatter`."""
-    real = (e // 128) * 128 < left
-    even, odd, one = no_bytes(e)
-    if BITS < 8:
-        if BITS & 2:
-            q = ptr + 16 * (BITS & 4) + e % RUN
-            even = tl.load(q, mask=real, other=0).to(tl.int32)
-            if RUN == 16:
-                odd = tl.load(q + 16, mask=real, other=0).to(tl.int32)
-        if BITS & 1:
-            one = tl.load(ptr + 16 * (BITS & 6) + e % RUN, mask=real, other=0).to(tl.int32)
-    return even, odd, one
-
-
-@triton.jit
-def scatter(ptr, e, left, even, odd, one, M: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr):
-    """The codes of pair M."""
+def unpack2(ptr, base, e, left, BITS: tl.constexpr):
+    """The codes of the lane's values."""
+    p = ptr + (base // 128) * (16 * BITS) + (e // 128) * (16 * BITS)
+    j = e % 64
     if BITS == 8:  # a sum of 8-bit codes comes without padding
-        c = tl.load(ptr + e % 64, mask=e < left, other=0).to(tl.int32) ^ 0x80
-        d = tl.load(ptr + e % 64 + 64, mask=e + 64 < left, other=0).to(tl.int32) ^ 0x80
+        c = tl.load(p + j, mask=e < left, other=0).to(tl.int32) ^ 0x80
+        d = tl.load(p + j + 64, mask=e + 64 < left, other=0).to(tl.int32) ^ 0x80
     else:
-        c = e * 0
-        d = c
+        real = (e // 128) * 128 < left
+        c, d = e * 0, e * 0
         if BITS & 4:
-            a = tl.load(ptr + e % 64, mask=(e // 128) * 128 < left, other=0).to(tl.int32)
+            a = tl.load(p + j, mask=real, other=0).to(tl.int32)
             c, d = a & 15, a >> 4
         if BITS & 2:
-            LOW2: tl.constexpr = BITS & 4
-            two = even >> (2 * (M * RUN // 32))
-            if RUN == 16 and M % 2:
-                two = odd >> (2 * (M * RUN // 32))
-            c, d = c | ((two & 3) << LOW2), d | (((two >> 4) & 3) << LOW2)
+            a = tl.load(p + 16 * (BITS & 4) + j % 32, mask=real, other=0).to(tl.int32)
+            a = a >> ((j // 32) * 2)
+            c, d = c | ((a & 3) << (BITS & 4)), d | (((a >> 4) & 3) << (BITS & 4))
         if BITS & 1:
-            LOW1: tl.constexpr = BITS & 6
-            bit = one >> M
-            c, d = c | ((bit & 1) << LOW1), d | (((bit >> 4) & 1) << LOW1)
+            a = tl.load(p + 16 * (BITS & 6) + j % 16, mask=real, other=0).to(tl.int32)
+            a = a >> (j // 16)
+            c, d = c | ((a & 1) << (BITS & 6)), d | (((a >> 4) & 1) << (BITS & 6))
     return c, d
