@@ -45,7 +45,7 @@ def laconic_work(x: torch.Tensor, target: torch.Tensor, spec: str) -> Work:
     wire = codec.encode(x, key, norm=norm, out=buffer)
     side = x if spec.startswith("ndqsg") else None
     return {
-        f"encode {spec}": lambda: codec.encode(x, key, norm=norm, out=buffer),
+        f"encode {spec}": lambda: codec.encode(x, key, norm=norm, out=wire),
         f"decode {spec}": lambda: codec.decode(wire, side=side, out=target, add=True),
     }
 

@@ -57,7 +57,7 @@ def codec_rows(x: torch.Tensor, spec: str, speed: float) -> list[dict[str, Any]]
     size = x.numel() * x.element_size()
     reads = 2 if "tensor" in spec or spec == "ndqsg" else 1  # a whole-tensor scale is read first
     work = {
-        "encode": (lambda: codec.encode(x, key, norm=norm, out=buffer), reads * size + wire.nbytes),
+        "encode": (lambda: codec.encode(x, key, norm=norm, out=wire), reads * size + wire.nbytes),
         "decode-add": (
             lambda: codec.decode(wire, side=side, out=target, add=True),
             (3 if side is not None else 2) * size + wire.nbytes,

@@ -48,20 +48,23 @@ class Codec(ABC):
         key: Key,
         norm: Tensor | float | None = None,
         workers: int | None = None,
-        out: Tensor | None = None,
+        out: Tensor | Wire | None = None,
     ) -> Wire:
         """Encode x into one uint8 tensor on its device, `out` if given.
 
         `norm` (for global codecs) is the scale that all workers share and `workers` the number
-        of wires that will be added. Encoding never waits for the device.
+        of wires that will be added. `out` may be the wire of an earlier encode: its header, if
+        equal, is not written again. Encoding never waits for the device.
         """
         flat = flat_input(x)
         workers = 1 if workers is None else workers
         if not isinstance(workers, int) or workers < 1:
             raise ConfigError(f"workers must be a positive integer, not {workers!r}")
         header, head = _header_of(self, flat.numel(), x.dtype, workers)
-        data = _buffer(out, header.nbytes, flat.device)
-        data[:HEADER_BYTES].copy_(header_tensor(head, flat.device))
+        kept = isinstance(out, Wire) and out.header == header
+        data = _buffer(out.data if isinstance(out, Wire) else out, header.nbytes, flat.device)
+        if not kept:
+            data[:HEADER_BYTES].copy_(header_tensor(head, flat.device))
         if flat.numel():
             self._write(flat, key, data[HEADER_BYTES:], header, norm)
         return Wire(data=data, key=key, shape=x.shape, dtype=x.dtype, header=header)

@@ -15,8 +15,8 @@ from laconic.kernels._triton.scale import (
     finish,
     lower_of,
     magnitude,
-    of_element,
     rint_bits,
+    scale_of,
     scaled,
     square,
     step,
@@ -66,10 +66,10 @@ def quantize(
     kind: ScaleKind,
 ) -> None:
     """See the reference."""
-    fused = 128 <= block <= 4096 and block & (block - 1) == 0 and kind is not ScaleKind.GIVEN
+    tile = shape(block)
+    fused = block == 2 * tile["W"] and kind is not ScaleKind.GIVEN
     if kind is not ScaleKind.GIVEN and not fused:
         scales(x, scale, block=block, kind=kind)
-    tile = shape(block if fused else 0)
     fraction = fraction_bits(levels)
     _quantize[programs(x.numel(), tile)](
         x,
@@ -103,7 +103,7 @@ def dequantize(
 ) -> None:
     """See the reference."""
     fraction = fraction_bits(levels)
-    tile = shape()
+    tile = shape(block)
     _dequantize[programs(out.numel(), tile)](
         payload,
         scale,
@@ -161,21 +161,14 @@ def _finish(out, squares):
 def _code(
     x,
     r,
-    base,
-    e,
-    left,
-    scale,
     size,
     over,
-    BLOCK: tl.constexpr,
     LIMIT: tl.constexpr,
     FRACTION: tl.constexpr,
     OFFSET: tl.constexpr,
     CHECK: tl.constexpr,
 ):
     """q + OFFSET of one value per lane; with CHECK, `over` tells where |x| exceeds its scale."""
-    if BLOCK % 128 != 0:
-        size = of_element(scale, base, e, left, BLOCK)
     y = scaled(x, size, LIMIT * 1.0)
     if CHECK:
         TOLERANCE: tl.constexpr = LIMIT * (1 + 2.0**-16)
@@ -205,7 +198,8 @@ def _quantize(
     """ROWS rows; with KIND set a row is a block and its scale is found here."""
     CHECK: tl.constexpr = KIND == 0
     base, left = tile_start(n, ROWS, W)
-    e = lanes(ROWS, W)
+    group, lane = lanes(ROWS, W)
+    e = group * 128 + lane % 64
     a, b = load2(x + base, e, left)
     if KIND:
         squares = tl.zeros((ROWS, W), tl.float64)
@@ -215,17 +209,19 @@ def _quantize(
         size = finish(tl.max(m, 1), tl.sum(squares, 1), KIND)[:, None]
         row = tl.arange(0, ROWS)[:, None]
         tl.store(scale + base // BLOCK + row, size, mask=row * BLOCK < left)
+        other = size
     else:
-        size = of_element(scale, base, e, left, BLOCK)
-    r, s = dither2(base, e, k0, k1, FRACTION)
+        size = scale_of(scale, base, e, left, BLOCK, ROWS, W)
+        other = scale_of(scale, base, e + 64, left, BLOCK, ROWS, W)
+    r, s = dither2(base, group, lane, k0, k1, FRACTION)
     over = e < 0
-    c, over = _code(a, r, base, e, left, scale, size, over, BLOCK, LIMIT, FRACTION, OFFSET, CHECK)
-    d, over = _code(b, s, base, e + 64, left, scale, size, over, BLOCK, LIMIT, FRACTION, OFFSET, CHECK)
+    c, over = _code(a, r, size, over, LIMIT, FRACTION, OFFSET, CHECK)
+    d, over = _code(b, s, other, over, LIMIT, FRACTION, OFFSET, CHECK)
     if BITS == 32:
         tl.store(payload + base + e, c, mask=e < left)
         tl.store(payload + base + e + 64, d, mask=e + 64 < left)
     else:
-        pack2(payload, base, e, left, c, d, BITS, ROWS, W)
+        pack2(payload, base, group, lane, left, c, d, BITS, ROWS, W)
     if CHECK and BLOCK == 0:  # poison the one scale: a value above it has no code
         bad = tl.max(tl.max(over.to(tl.int32), 1), 0)
         tl.store(scale, float("nan"), mask=bad > 0)
@@ -252,22 +248,21 @@ def _dequantize(
     W: tl.constexpr,
 ):
     base, left = tile_start(n, ROWS, W)
-    e = lanes(ROWS, W)
+    group, lane = lanes(ROWS, W)
+    e = group * 128 + lane % 64
     out += base
     if BITS == 32:
         c = tl.load(payload + base + e, mask=e < left, other=0)
         d = tl.load(payload + base + e + 64, mask=e + 64 < left, other=0)
     else:
-        c, d = unpack2(payload, base, e, left, BITS)
+        c, d = unpack2(payload, base, group, lane, left, BITS)
         c, d = c - offset, d - offset
     if SUBTRACT:
-        r, s = dither2(base, e, k0, k1, FRACTION)
+        r, s = dither2(base, group, lane, k0, k1, FRACTION)
         c = (c << (FRACTION + 1)) - 2 * r + ((1 << FRACTION) - 1)
         d = (d << (FRACTION + 1)) - 2 * s + ((1 << FRACTION) - 1)
-    size = of_element(scale, base, e, left, BLOCK)
-    other = size
-    if BLOCK % 128 != 0:
-        other = of_element(scale, base, e + 64, left, BLOCK)
+    size = scale_of(scale, base, e, left, BLOCK, ROWS, W)
+    other = scale_of(scale, base, e + 64, left, BLOCK, ROWS, W)
     v = (c.to(tl.float32) * step(size, unit, weight)) * lower_of(size)
     w = (d.to(tl.float32) * step(other, unit, weight)) * lower_of(other)
     emit2(out, e, left, clamped(v, bound), clamped(w, bound), ADD)

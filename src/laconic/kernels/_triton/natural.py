@@ -13,8 +13,8 @@ from laconic.kernels._triton.scale import (
     clamped,
     emit2,
     lower_of,
-    of_element,
     rint_bits,
+    scale_of,
     scaled,
     step,
 )
@@ -37,7 +37,7 @@ def natural_quantize(
     x: Tensor, scale: Tensor, payload: Tensor, *, stream: Stream, levels: int, bits: int
 ) -> None:
     """See the reference."""
-    tile = shape()
+    tile = shape(0)
     _natural_quantize[programs(x.numel(), tile)](
         x,
         scale,
@@ -63,7 +63,7 @@ def natural_dequantize(
     add: bool,
 ) -> None:
     """See the reference."""
-    tile = shape()
+    tile = shape(0)
     _natural_dequantize[programs(out.numel(), tile)](
         payload,
         scale,
@@ -82,7 +82,7 @@ def natural_dequantize(
 def natural_reduce(a: Tensor, b: Tensor, out: Tensor, *, stream: Stream, bits: int) -> None:
     """See the reference."""
     n = out.numel() // (16 * bits) * GROUP
-    tile = shape()
+    tile = shape(0)
     _natural_reduce[programs(n, tile)](a, b, out, n, *words(stream), BITS=bits, **tile, **OPTIONS)
 
 
@@ -119,12 +119,13 @@ def _natural_quantize(
     W: tl.constexpr,
 ):
     base, left = tile_start(n, ROWS, W)
-    e = lanes(ROWS, W)
+    group, lane = lanes(ROWS, W)
+    e = group * 128 + lane % 64
     a, b = load2(x + base, e, left)
-    r, s = dither2(base, e, k0, k1, 16)
-    size = of_element(scale, base, e, left, 0)
+    r, s = dither2(base, group, lane, k0, k1, 16)
+    size = scale_of(scale, base, e, left, 0, ROWS, W)
     c, d = _code(a, r, size, boost, LEVELS, BITS), _code(b, s, size, boost, LEVELS, BITS)
-    pack2(payload, base, e, left, c, d, BITS, ROWS, W)
+    pack2(payload, base, group, lane, left, c, d, BITS, ROWS, W)
 
 
 @triton.jit
@@ -153,9 +154,10 @@ def _natural_dequantize(
     W: tl.constexpr,
 ):
     base, left = tile_start(n, ROWS, W)
-    e = lanes(ROWS, W)
-    c, d = unpack2(payload, base, e, left, BITS)
-    size = of_element(scale, base, e, left, 0)
+    group, lane = lanes(ROWS, W)
+    e = group * 128 + lane % 64
+    c, d = unpack2(payload, base, group, lane, left, BITS)
+    size = scale_of(scale, base, e, left, 0, ROWS, W)
     worth, lower = step(size, 1.0, weight), lower_of(size)
     v = clamped((_value(c, LEVELS, BITS) * worth) * lower, bound)
     w = clamped((_value(d, LEVELS, BITS) * worth) * lower, bound)
@@ -194,12 +196,13 @@ def _natural_reduce(
     W: tl.constexpr,
 ):
     base, left = tile_start(n, ROWS, W)
-    e = lanes(ROWS, W)
-    c, d = unpack2(a, base, e, left, BITS)
-    f, g = unpack2(b, base, e, left, BITS)
+    group, lane = lanes(ROWS, W)
+    e = group * 128 + lane % 64
+    c, d = unpack2(a, base, group, lane, left, BITS)
+    f, g = unpack2(b, base, group, lane, left, BITS)
     p = base.to(tl.uint32) + k0.to(tl.uint32) + e.to(tl.uint32)
     c, d = (
         _sum(c, f, mix(p, k1.to(tl.uint32)), BITS),
         _sum(d, g, mix(p + 64, k1.to(tl.uint32)), BITS),
     )
-    pack2(out, base, e, left, c, d, BITS, ROWS, W)
+    pack2(out, base, group, lane, left, c, d, BITS, ROWS, W)

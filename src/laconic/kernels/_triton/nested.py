@@ -18,8 +18,8 @@ from laconic.kernels._triton.scale import (
     clamped,
     emit2,
     lower_of,
-    of_element,
     rint_bits,
+    scale_of,
     scaled,
     step,
 )
@@ -124,17 +124,13 @@ def nested_dequantize(
 def _cell(
     x,
     r,
-    base,
-    e,
-    left,
-    scale,
+    size,
     gain,
-    BLOCK: tl.constexpr,
     FRACTION: tl.constexpr,
     RATIO: tl.constexpr,
 ):
     """Code of one value per lane, and its share of the check."""
-    y = scaled(x, of_element(scale, base, e, left, BLOCK), gain)
+    y = scaled(x, size, gain)
     y = tl.where(y == y, y, 0.0)
     index = (rint_bits(y) - 0x4B400000 + r) >> FRACTION
     HALF: tl.constexpr = (RATIO - 1) // 2
@@ -161,12 +157,15 @@ def _nested_quantize(
     W: tl.constexpr,
 ):
     base, left = tile_start(n, ROWS, W)
-    e = lanes(ROWS, W)
+    group, lane = lanes(ROWS, W)
+    e = group * 128 + lane % 64
     a, b = load2(x + base, e, left)
-    r, s = dither2(base, e, k0, k1, FRACTION)
-    c, first = _cell(a, r, base, e, left, scale, gain, BLOCK, FRACTION, RATIO)
-    d, second = _cell(b, s, base, e + 64, left, scale, gain, BLOCK, FRACTION, RATIO)
-    pack2(payload, base, e, left, c, d, BITS, ROWS, W)
+    r, s = dither2(base, group, lane, k0, k1, FRACTION)
+    size = scale_of(scale, base, e, left, BLOCK, ROWS, W)
+    other = scale_of(scale, base, e + 64, left, BLOCK, ROWS, W)
+    c, first = _cell(a, r, size, gain, FRACTION, RATIO)
+    d, second = _cell(b, s, other, gain, FRACTION, RATIO)
+    pack2(payload, base, group, lane, left, c, d, BITS, ROWS, W)
     row = tl.arange(0, ROWS)[:, None]
     byte = (tl.sum(first + second, 1)[:, None] & 0xFF).to(tl.uint8)
     tl.store(check + base // 512 + row, byte, mask=row * 512 < left)
@@ -176,22 +175,18 @@ def _nested_quantize(
 def _resolved(
     code,
     r,
-    base,
-    e,
-    left,
-    scale,
+    size,
+    real,
     y,
     gain,
     unit,
     weight,
     beta,
     bound,
-    BLOCK: tl.constexpr,
     FRACTION: tl.constexpr,
     RATIO: tl.constexpr,
 ):
     """One decoded value per lane, and its share of the check."""
-    size = of_element(scale, base, e, left, BLOCK)
     near = scaled(y, size, gain)
     near = clamped(tl.where(near == near, near, 0.0), _SIDE_LIMIT)
     w = ((code - (RATIO - 1) // 2) << (FRACTION + 1)) - 2 * r + ((1 << FRACTION) - 1)
@@ -200,8 +195,7 @@ def _resolved(
     k = ((((z >> (FRACTION + 1)) + _LIFT * RATIO) * MAGIC) >> 20) - _LIFT
     v = (w - (RATIO << (FRACTION + 1)) * k).to(tl.float32)
     v = clamped((v * step(size, unit, weight)) * lower_of(size), bound)
-    # a row may reach past the last group, where there are no codes
-    return v + y * beta, tl.where((e // 128) * 128 < left, -k * (r | 1), 0)
+    return v + y * beta, tl.where(real, -k * (r | 1), 0)
 
 
 @triton.jit(do_not_specialize=["k0", "k1"])
@@ -229,16 +223,16 @@ def _nested_dequantize(
     W: tl.constexpr,
 ):
     base, left = tile_start(n, ROWS, W)
-    e = lanes(ROWS, W)
-    c, d = unpack2(payload, base, e, left, BITS)
+    group, lane = lanes(ROWS, W)
+    e = group * 128 + lane % 64
+    c, d = unpack2(payload, base, group, lane, left, BITS)
     y, z = load2(side + base, e, left)
-    r, s = dither2(base, e, k0, k1, FRACTION)
-    v, first = _resolved(
-        c, r, base, e, left, scale, y, gain, unit, weight, beta, bound, BLOCK, FRACTION, RATIO
-    )
-    w, second = _resolved(
-        d, s, base, e + 64, left, scale, z, gain, unit, weight, beta, bound, BLOCK, FRACTION, RATIO
-    )
+    r, s = dither2(base, group, lane, k0, k1, FRACTION)
+    size = scale_of(scale, base, e, left, BLOCK, ROWS, W)
+    other = scale_of(scale, base, e + 64, left, BLOCK, ROWS, W)
+    real = group * 128 < left  # a row may reach past the last group, where there are no codes
+    v, first = _resolved(c, r, size, real, y, gain, unit, weight, beta, bound, FRACTION, RATIO)
+    w, second = _resolved(d, s, other, real, z, gain, unit, weight, beta, bound, FRACTION, RATIO)
     emit2(out + base, e, left, v, w, ADD)
     row = tl.arange(0, ROWS)[:, None]
     real = row * 512 < left

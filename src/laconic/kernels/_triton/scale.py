@@ -39,15 +39,21 @@ def finish(m, squares, KIND: tl.constexpr):
 
 
 @triton.jit
-def of_element(ptr, base, e, left, BLOCK: tl.constexpr):
-    """The scale of each lane's value; BLOCK 0 means one for all."""
-    if BLOCK == 0:
-        return tl.broadcast_to(tl.load(ptr), e.shape)
-    if BLOCK % 128 == 0:
-        index = ((base // 128).to(tl.int32) + e // 128) // (BLOCK // 128)
+def scale_of(ptr, base, e, left, BLOCK: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr):
+    """The scales of a tile's values: one a row, (ROWS, 1), where rows do not cross blocks.
+
+    BLOCK 0 means one for the whole tensor. Otherwise one a lane, at the values e.
+    """
+    row = tl.arange(0, ROWS)[:, None]
+    if BLOCK == 2 * W:
+        return tl.load(ptr + base // BLOCK + row, mask=row * BLOCK < left, other=0.0)
+    elif BLOCK == 0:
+        return tl.load(ptr + row * 0)
+    elif BLOCK % (2 * ROWS * W) == 0:
+        return tl.load(ptr + base // BLOCK + row * 0)
     else:
         index = ((base.to(tl.uint32) + e.to(tl.uint32)) // BLOCK).to(tl.int32)
-    return tl.load(ptr + index, mask=e < left, other=0.0)
+        return tl.load(ptr + index, mask=e < left, other=0.0)
 
 
 @triton.jit
@@ -93,8 +99,8 @@ def step(size, unit, weight):
 @triton.jit
 def clamped(v, bound):
     """v within ±bound; NaN stays."""
-    v = tl.where(v > bound, bound, v)
-    return tl.where(v < -bound, -bound, v)
+    v = tl.minimum(v, bound, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(v, -bound, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 
 from laconic._key import Stream
+from laconic.kernels._layout import GROUP
 
 # kernels round as written: a fused multiply-add would change bytes
-OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-TILE = 4096
+OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
+TILE = 1024  # values a program; one warp, so that scales need no barrier
+MAX_ROW = 4096
 
 
 def words(stream: Stream | None) -> tuple[int, ...]:
@@ -23,9 +25,9 @@ def words(stream: Stream | None) -> tuple[int, ...]:
     return tuple(k - (1 << 32) if k >> 31 else k for k in stream or (0, 0))
 
 
-def shape(row: int = 0) -> dict[str, int]:
-    """Launch arguments ROWS and W; a row has `row` values, or the tile is one row."""
-    row = row or TILE
+def shape(block: int) -> dict[str, int]:
+    """Launch arguments ROWS and W. A row is a block, if blocks are powers of two up to MAX_ROW."""
+    row = block if GROUP <= block <= MAX_ROW and block & (block - 1) == 0 else TILE
     return {"ROWS": max(1, TILE // row), "W": row // 2}
 
 
@@ -43,10 +45,12 @@ def tile_start(n, ROWS: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def lanes(ROWS: tl.constexpr, W: tl.constexpr):
-    """Offset of each lane's first value; the second is 64 further."""
-    lane = tl.arange(0, W)
-    row = tl.arange(0, ROWS) * (2 * W)
-    return row[:, None] + ((lane // 64) * 128 + lane % 64)[None, :]
+    """Group and number of each lane: its values are 128·group + lane % 64 and the one 64 further.
+
+    Addresses are made of these two, not of their sum, so that Triton sees which are neighbours.
+    """
+    lane = tl.arange(0, W)[None, :]
+    return (tl.arange(0, ROWS) * (W // 64))[:, None] + lane // 64, lane
 
 
 @triton.jit
@@ -68,20 +72,22 @@ def mix(p, k1):
 
 
 @triton.jit
-def dither2(base, e, k0, k1, FRACTION: tl.constexpr):
+def dither2(base, group, lane, k0, k1, FRACTION: tl.constexpr):
     """The dither of the lane's values: low and high half of one draw."""
     first = (base // 2).to(tl.uint32) + k0.to(tl.uint32)
-    h = mix(first + ((e // 128) * 64 + e % 64).to(tl.uint32), k1.to(tl.uint32))
+    h = mix(first + (group * 64 + lane % 64).to(tl.uint32), k1.to(tl.uint32))
     low = ((h & 0xFFFF) >> (16 - FRACTION)).to(tl.int32)
     return low, (h >> (32 - FRACTION)).to(tl.int32)
 
 
 @triton.jit
-def pack2(ptr, base, e, left, c, d, BITS: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr):
+def pack2(
+    ptr, base, group, lane, left, c, d, BITS: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr
+):
     """Write the codes (of BITS bits, nothing above) of a tile's lanes."""
     ptr += (base // 128) * (16 * BITS)
-    p = ptr + (e // 128) * (16 * BITS) + e % 64
-    real = (e // 128) * 128 < left
+    p = ptr + (group * (16 * BITS) + lane % 64)
+    real = group * 128 < left
     if BITS == 8:
         tl.store(p, (c ^ 0x80).to(tl.uint8), mask=real)
         tl.store(p + 64, (d ^ 0x80).to(tl.uint8), mask=real)
@@ -122,25 +128,26 @@ def plane(
 
 
 @triton.jit
-def unpack2(ptr, base, e, left, BITS: tl.constexpr):
+def unpack2(ptr, base, group, lane, left, BITS: tl.constexpr):
     """The codes of the lane's values."""
-    p = ptr + (base // 128) * (16 * BITS) + (e // 128) * (16 * BITS)
-    j = e % 64
+    ptr += (base // 128) * (16 * BITS)
+    p = ptr + (group * (16 * BITS) + lane % 64)
     if BITS == 8:  # a sum of 8-bit codes comes without padding
-        c = tl.load(p + j, mask=e < left, other=0).to(tl.int32) ^ 0x80
-        d = tl.load(p + j + 64, mask=e + 64 < left, other=0).to(tl.int32) ^ 0x80
+        e = group * 128 + lane % 64
+        c = tl.load(p, mask=e < left, other=0).to(tl.int32) ^ 0x80
+        d = tl.load(p + 64, mask=e + 64 < left, other=0).to(tl.int32) ^ 0x80
     else:
-        real = (e // 128) * 128 < left
-        c, d = e * 0, e * 0
+        real = group * 128 < left
+        c, d = group * 0, group * 0
         if BITS & 4:
-            a = tl.load(p + j, mask=real, other=0).to(tl.int32)
+            a = tl.load(p, mask=real, other=0).to(tl.int32)
             c, d = a & 15, a >> 4
         if BITS & 2:
-            a = tl.load(p + 16 * (BITS & 4) + j % 32, mask=real, other=0).to(tl.int32)
-            a = a >> ((j // 32) * 2)
+            p = ptr + (group * (16 * BITS) + 16 * (BITS & 4) + lane % 32)
+            a = tl.load(p, mask=real, other=0).to(tl.int32) >> ((lane // 32) % 2 * 2)
             c, d = c | ((a & 3) << (BITS & 4)), d | (((a >> 4) & 3) << (BITS & 4))
         if BITS & 1:
-            a = tl.load(p + 16 * (BITS & 6) + j % 16, mask=real, other=0).to(tl.int32)
-            a = a >> (j // 16)
+            p = ptr + (group * (16 * BITS) + 16 * (BITS & 6) + lane % 16)
+            a = tl.load(p, mask=real, other=0).to(tl.int32) >> ((lane // 16) % 4)
             c, d = c | ((a & 1) << (BITS & 6)), d | (((a >> 4) & 1) << (BITS & 6))
     return c, d
