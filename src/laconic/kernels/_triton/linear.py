@@ -17,7 +17,7 @@ from laconic.kernels._triton.scale import (
     magnitude,
     rint_bits,
     scale_of,
-    scaled,
+    scaled2,
     square,
     step,
 )
@@ -35,6 +35,7 @@ from laconic.kernels._triton.tile import (
 )
 
 _SPAN = 8192  # values a program of a whole-tensor scale reads
+_WARPS = {**OPTIONS, "num_warps": 4}
 
 
 def scales(x: Tensor, out: Tensor, *, block: int, kind: ScaleKind) -> None:
@@ -42,14 +43,14 @@ def scales(x: Tensor, out: Tensor, *, block: int, kind: ScaleKind) -> None:
     n = x.numel()
     if block:
         span = min(triton.next_power_of_2(block), _SPAN)
-        _block_scales[(out.numel(),)](x, out, n, BLOCK=block, SPAN=span, KIND=int(kind), **OPTIONS)
+        _block_scales[(out.numel(),)](x, out, n, BLOCK=block, SPAN=span, KIND=int(kind), **_WARPS)
         return
     parts = triton.cdiv(n, _SPAN)
     squares = torch.zeros(
         parts if kind is ScaleKind.L2 else 1, dtype=torch.float64, device=x.device
     )
     out.zero_()
-    _whole[(parts,)](x, out.view(torch.int32), squares, n, SPAN=_SPAN, KIND=int(kind), **OPTIONS)
+    _whole[(parts,)](x, out.view(torch.int32), squares, n, SPAN=_SPAN, KIND=int(kind), **_WARPS)
     if kind is ScaleKind.L2:
         _finish[(1,)](out, squares.sum(), **OPTIONS)
 
@@ -158,24 +159,19 @@ def _finish(out, squares):
 
 
 @triton.jit
-def _code(
-    x,
-    r,
-    size,
-    over,
-    LIMIT: tl.constexpr,
-    FRACTION: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CHECK: tl.constexpr,
-):
-    """q + OFFSET of one value per lane; with CHECK, `over` tells where |x| exceeds its scale."""
-    y = scaled(x, size, LIMIT * 1.0)
-    if CHECK:
-        TOLERANCE: tl.constexpr = LIMIT * (1 + 2.0**-16)
-        bad = (tl.abs(y) > TOLERANCE) | (y != y) | ((size == 0.0) & (x != 0.0))
-        y = tl.where(bad, 0.0, clamped(y, LIMIT * 1.0))
-        over = over | bad
-    return ((rint_bits(y) + r) >> FRACTION) + (OFFSET - (0x4B400000 >> FRACTION)), over
+def _within(x, y, size, over, LIMIT: tl.constexpr):
+    """y, cut to ±LIMIT where rounding took it beyond and zero where |x| exceeds the scale."""
+    TOLERANCE: tl.constexpr = LIMIT * (1 + 2.0**-16)
+    bad = (tl.abs(y) > TOLERANCE) | (y != y) | ((size == 0.0) & (x != 0.0))
+    return tl.where(bad, 0.0, clamped(y, LIMIT * 1.0)), over | tl.max(
+        tl.max(bad.to(tl.int32), 1), 0
+    )
+
+
+@triton.jit
+def _code(y, r, FRACTION: tl.constexpr, OFFSET: tl.constexpr):
+    """((rint(y) + r) >> F) + OFFSET; the rounding constant goes with the offset."""
+    return ((rint_bits(y) + r) >> FRACTION) + (OFFSET - (0x4B400000 >> FRACTION))
 
 
 @triton.jit(do_not_specialize=["k0", "k1"])
@@ -196,7 +192,6 @@ def _quantize(
     W: tl.constexpr,
 ):
     """ROWS rows; with KIND set a row is a block and its scale is found here."""
-    CHECK: tl.constexpr = KIND == 0
     base, left = tile_start(n, ROWS, W)
     group, lane = lanes(ROWS, W)
     e = group * 128 + lane % 64
@@ -214,17 +209,21 @@ def _quantize(
         size = scale_of(scale, base, e, left, BLOCK, ROWS, W)
         other = scale_of(scale, base, e + 64, left, BLOCK, ROWS, W)
     r, s = dither2(base, group, lane, k0, k1, FRACTION)
-    over = e < 0
-    c, over = _code(a, r, size, over, LIMIT, FRACTION, OFFSET, CHECK)
-    d, over = _code(b, s, other, over, LIMIT, FRACTION, OFFSET, CHECK)
+    y, z = scaled2(a, b, size, other, LIMIT * 1.0)
+    if KIND == 0:
+        beyond = (magnitude(a) > magnitude(size)) | (magnitude(b) > magnitude(other))
+        if tl.max(tl.max(beyond.to(tl.int32), 1), 0) > 0:
+            over = 0
+            y, over = _within(a, y, size, over, LIMIT)
+            z, over = _within(b, z, other, over, LIMIT)
+            if BLOCK == 0:  # poison the one scale: a value above it has no code
+                tl.store(scale, float("nan"), mask=over > 0)
+    c, d = _code(y, r, FRACTION, OFFSET), _code(z, s, FRACTION, OFFSET)
     if BITS == 32:
         tl.store(payload + base + e, c, mask=e < left)
         tl.store(payload + base + e + 64, d, mask=e + 64 < left)
     else:
         pack2(payload, base, group, lane, left, c, d, BITS, ROWS, W)
-    if CHECK and BLOCK == 0:  # poison the one scale: a value above it has no code
-        bad = tl.max(tl.max(over.to(tl.int32), 1), 0)
-        tl.store(scale, float("nan"), mask=bad > 0)
 
 
 @triton.jit(do_not_specialize=["k0", "k1", "offset"])

@@ -15,7 +15,7 @@ from laconic.kernels._triton.scale import (
     lower_of,
     rint_bits,
     scale_of,
-    scaled,
+    scaled2,
     step,
 )
 from laconic.kernels._triton.tile import (
@@ -87,10 +87,9 @@ def natural_reduce(a: Tensor, b: Tensor, out: Tensor, *, stream: Stream, bits: i
 
 
 @triton.jit
-def _code(x, r, size, boost, LEVELS: tl.constexpr, BITS: tl.constexpr):
+def _code(y, r, boost, LEVELS: tl.constexpr, BITS: tl.constexpr):
     """Sign and magnitude of one value per lane."""
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
-    y = scaled(x, size, 1.0)
     v = tl.abs(y)
     over = (v > 1 + 2.0**-16) | (v != v)
     v = tl.where(v > 1.0, 1.0, v)
@@ -124,7 +123,8 @@ def _natural_quantize(
     a, b = load2(x + base, e, left)
     r, s = dither2(base, group, lane, k0, k1, 16)
     size = scale_of(scale, base, e, left, 0, ROWS, W)
-    c, d = _code(a, r, size, boost, LEVELS, BITS), _code(b, s, size, boost, LEVELS, BITS)
+    y, z = scaled2(a, b, size, size, 1.0)
+    c, d = _code(y, r, boost, LEVELS, BITS), _code(z, s, boost, LEVELS, BITS)
     pack2(payload, base, group, lane, left, c, d, BITS, ROWS, W)
 
 

@@ -20,7 +20,7 @@ from laconic.kernels._triton.scale import (
     lower_of,
     rint_bits,
     scale_of,
-    scaled,
+    scaled2,
     step,
 )
 from laconic.kernels._triton.tile import (
@@ -122,15 +122,12 @@ def nested_dequantize(
 
 @triton.jit
 def _cell(
-    x,
+    y,
     r,
-    size,
-    gain,
     FRACTION: tl.constexpr,
     RATIO: tl.constexpr,
 ):
     """Code of one value per lane, and its share of the check."""
-    y = scaled(x, size, gain)
     y = tl.where(y == y, y, 0.0)
     index = (rint_bits(y) - 0x4B400000 + r) >> FRACTION
     HALF: tl.constexpr = (RATIO - 1) // 2
@@ -163,8 +160,9 @@ def _nested_quantize(
     r, s = dither2(base, group, lane, k0, k1, FRACTION)
     size = scale_of(scale, base, e, left, BLOCK, ROWS, W)
     other = scale_of(scale, base, e + 64, left, BLOCK, ROWS, W)
-    c, first = _cell(a, r, size, gain, FRACTION, RATIO)
-    d, second = _cell(b, s, other, gain, FRACTION, RATIO)
+    y, z = scaled2(a, b, size, other, gain)
+    c, first = _cell(y, r, FRACTION, RATIO)
+    d, second = _cell(z, s, FRACTION, RATIO)
     pack2(payload, base, group, lane, left, c, d, BITS, ROWS, W)
     row = tl.arange(0, ROWS)[:, None]
     byte = (tl.sum(first + second, 1)[:, None] & 0xFF).to(tl.uint8)
@@ -178,7 +176,7 @@ def _resolved(
     size,
     real,
     y,
-    gain,
+    near,
     unit,
     weight,
     beta,
@@ -187,7 +185,6 @@ def _resolved(
     RATIO: tl.constexpr,
 ):
     """One decoded value per lane, and its share of the check."""
-    near = scaled(y, size, gain)
     near = clamped(tl.where(near == near, near, 0.0), _SIDE_LIMIT)
     w = ((code - (RATIO - 1) // 2) << (FRACTION + 1)) - 2 * r + ((1 << FRACTION) - 1)
     z = w - 2 * (rint_bits(near) - 0x4B400000) + (RATIO << FRACTION)
@@ -230,9 +227,10 @@ def _nested_dequantize(
     r, s = dither2(base, group, lane, k0, k1, FRACTION)
     size = scale_of(scale, base, e, left, BLOCK, ROWS, W)
     other = scale_of(scale, base, e + 64, left, BLOCK, ROWS, W)
+    near, close = scaled2(y, z, size, other, gain)
     real = group * 128 < left  # a row may reach past the last group, where there are no codes
-    v, first = _resolved(c, r, size, real, y, gain, unit, weight, beta, bound, FRACTION, RATIO)
-    w, second = _resolved(d, s, other, real, z, gain, unit, weight, beta, bound, FRACTION, RATIO)
+    v, first = _resolved(c, r, size, real, y, near, unit, weight, beta, bound, FRACTION, RATIO)
+    w, second = _resolved(d, s, other, real, z, close, unit, weight, beta, bound, FRACTION, RATIO)
     emit2(out + base, e, left, v, w, ADD)
     row = tl.arange(0, ROWS)[:, None]
     real = row * 512 < left

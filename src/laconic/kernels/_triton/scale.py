@@ -84,9 +84,16 @@ def factor(size, gain):
 
 
 @triton.jit
-def scaled(x, size, gain):
-    """x·gain/scale; zero where the scale is zero or not finite."""
-    return tl.where(usable(size), (x * lift_of(size)) * factor(size, gain), 0.0)
+def scaled2(x, y, size, other, gain):
+    """x·gain/size and y·gain/other; zero where a scale is zero or not finite.
+
+    Only tiles with a tiny scale pay for the lift.
+    """
+    tiny = (usable(size) & (size < TINY)) | (usable(other) & (other < TINY))
+    if tl.max(tl.max(tiny.to(tl.int32), 1), 0) > 0:
+        x, y = x * lift_of(size), y * lift_of(other)
+    x = tl.where(usable(size), x * factor(size, gain), 0.0)
+    return x, tl.where(usable(other), y * factor(other, gain), 0.0)
 
 
 @triton.jit

@@ -117,8 +117,9 @@ def plane(
     """Write a plane of P = 2 or 1 bits: a byte takes 4/P lanes, 16·P apart."""
     LANES: tl.constexpr = 4 // P
     GROUPS: tl.constexpr = ROWS * W // 64
-    MASK: tl.constexpr = (1 << P) - 1
-    fields = (c & MASK) | ((d & MASK) << 4)
+    if BEFORE + P < BITS:  # bits of planes above
+        c, d = c & ((1 << P) - 1), d & ((1 << P) - 1)
+    fields = c | (d << 4)
     fields = tl.reshape(fields, (GROUPS, LANES, 16 * P))
     shift = (tl.arange(0, LANES) * P)[None, :, None]
     byte = tl.sum(fields << shift, 1)
