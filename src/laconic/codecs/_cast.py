@@ -13,6 +13,7 @@ from laconic._key import Key
 from laconic._wire import Header, Wire
 from laconic.codecs._base import Codec, Into, output
 from laconic.codecs._linear import no_norm
+from laconic.kernels import backend
 
 
 class _Cast(Codec):
@@ -45,7 +46,10 @@ class _Cast(Codec):
         shape = payload.shape if shape is None else torch.Size(shape)
         target = output(out, shape, dtype, payload.device, add)
         divisor = 1 if payload.dtype == torch.float16 else len(keys)
-        _accumulate(payload, target.view(-1), weight / divisor, add)
+        if target.numel():
+            backend(payload.device).accumulate(
+                payload, target.view(-1), weight=weight / divisor, add=add
+            )
         return target
 
     def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
@@ -74,7 +78,7 @@ class _Cast(Codec):
         payload, weight = wire.payload, into.weight
         if wire.header.workers > 1 and payload.dtype == torch.float16:
             weight *= wire.header.workers
-        _accumulate(payload, into.out, weight, into.add)
+        backend(body.device).accumulate(payload, into.out, weight=weight, add=into.add)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +111,3 @@ class BF16(_Cast):
     id: ClassVar[int] = 2
     unbiased: ClassVar[bool] = False
     _sent: ClassVar[torch.dtype | None] = torch.bfloat16
-
-
-def _accumulate(payload: Tensor, out: Tensor, weight: float, add: bool) -> None:
-    if add:
-        out.add_(payload, alpha=weight)
-    elif weight == 1.0:
-        out.copy_(payload)
-    else:
-        torch.mul(payload, weight, out=out)

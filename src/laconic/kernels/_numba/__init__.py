@@ -1,10 +1,11 @@
 """CPU kernels: serial, vectorised by LLVM, without the GIL; `_pool` spreads them over cores."""
 
-from laconic.kernels._numba.linear import dequantize, quantize, scales
+from laconic.kernels._numba.linear import accumulate, dequantize, quantize, scales
 from laconic.kernels._numba.natural import natural_dequantize, natural_quantize, natural_reduce
 from laconic.kernels._numba.nested import nested_dequantize, nested_quantize
 
 __all__ = [
+    "accumulate",
     "dequantize",
     "natural_dequantize",
     "natural_quantize",

@@ -31,7 +31,6 @@ from laconic.kernels._numba.memory import (
 from laconic.kernels._numba.pack import pack, unpack
 from laconic.kernels._numba.random import mix
 from laconic.kernels._numba.scale import (
-    INFINITY,
     block_scale,
     factor,
     finish,
@@ -58,8 +57,6 @@ def scales(x: Tensor, out: Tensor, *, block: int, kind: ScaleKind) -> None:
     parts = split(lambda a, b: _whole(data, n, int(kind), a, b), -(-n // _SPAN), _SPAN)
     m = max(part[0] for part in parts)
     out.fill_(float(finish(i32(m), sum(part[1] for part in parts), int(kind))))
-    if m >= INFINITY:  # keep the very bits
-        out.view(torch.int32).fill_(int(m) if kind is ScaleKind.MAX else 0x7FC00000)
 
 
 def quantize(
@@ -99,6 +96,12 @@ def quantize(
     )
     if kind is ScaleKind.GIVEN and any(overflow):
         scale.fill_(torch.nan)
+
+
+def accumulate(source: Tensor, out: Tensor, *, weight: float, add: bool) -> None:
+    """See the reference."""
+    data, target = array(source), array(out)
+    split(lambda a, b: _accumulate(data, target, f32(weight), add, a, b), out.numel(), 1)
 
 
 def dequantize(
@@ -329,16 +332,16 @@ def per_element(
         size = load(scale, e // block if block else 0)
         worth, lower = step(size, unit, weight), f32(f32(1) / lift_of(size))
         for j in range(count):
-            store(y, j, _clamped(f32(f32(load(y, j) * worth) * lower), bound))
+            store(y, j, clamped(f32(f32(load(y, j) * worth) * lower), bound))
         return
     for j in range(count):
         size = load(scale, (e + j) // block)
         v = f32(f32(load(y, j) * step(size, unit, weight)) / lift_of(size))
-        store(y, j, _clamped(v, bound))
+        store(y, j, clamped(v, bound))
 
 
 @kernel
-def _clamped(v: np.float32, bound: np.float32) -> np.float32:
+def clamped(v: np.float32, bound: np.float32) -> np.float32:
     """v within ±bound; NaN stays."""
     v = bound if v > bound else v
     return -bound if v < -bound else v
@@ -353,6 +356,19 @@ def emit(y: Pointer, out: Pointer, e: int, count: int, add: bool) -> None:
     else:
         for j in range(count):
             put(out, e + j, load(y, j))
+
+
+@kernel
+def _accumulate(
+    source: np.ndarray, out: np.ndarray, weight: np.float32, add: bool, first: int, last: int
+) -> None:
+    source, out = pointer(source), pointer(out)
+    if add:
+        for i in range(first, last):
+            put(out, i, f32(get(out, i) + f32(get(source, i) * weight)))
+    else:
+        for i in range(first, last):
+            put(out, i, f32(get(source, i) * weight))
 
 
 @kernel

@@ -164,10 +164,10 @@ def _natural_dequantize(
             code = i32(load(codes, j))
             m = i32(code & top)
             word = i32(i32(m - i32(levels - 127)) << i32(23))
+            word = i32(word | (i32(code << shift) & i32(-0x80000000)))
             word = i32(0) if m == i32(0) else word
             word = i32(0x7FC00000) if m == top else word
-            negative = i32(code << shift) & i32(-0x80000000)
-            store(y, j, float_of(i32(word | negative)))
+            store(y, j, float_of(word))
         count = min(GROUP, n - e)
         per_element(y, scale, 0, e, count, f32(1), weight, bound)
         emit(y, out, e, count, add)

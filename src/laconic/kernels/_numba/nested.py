@@ -19,7 +19,7 @@ from laconic.kernels._layout import (
     checks,
     fraction_bits,
 )
-from laconic.kernels._numba.linear import ROUND, ROUND_BITS, emit, per_element, scales
+from laconic.kernels._numba.linear import ROUND, ROUND_BITS, clamped, emit, per_element, scales
 from laconic.kernels._numba.memory import (
     Pointer,
     array,
@@ -259,6 +259,6 @@ def _nested_dequantize(
             count = min(GROUP, n - e)
             per_element(y, scale, block, e, count, unit, weight, bound)
             for j in range(count):
-                store(y, j, f32(load(y, j) + f32(get(side, e + j) * beta)))
+                store(y, j, clamped(f32(load(y, j) + f32(get(side, e + j) * beta)), bound))
             emit(y, out, e, count, add)
         store(failed, c, u8(u8(total) != load(check, c)))

@@ -42,10 +42,10 @@ def square_sum(x: Pointer, first: int, last: int) -> float:
 @kernel
 def finish(m: np.int32, squares: float, kind: int) -> np.float32:
     """The scale, from the largest magnitude and (for the 2-norm) the sum of squares."""
-    if kind != _L2:
-        return float_of(m)
     if m >= INFINITY:
         return f32(np.nan)
+    if kind != _L2:
+        return float_of(m)
     return max(float_of(m), f32(min(np.sqrt(squares), 3.4028234663852886e38)))
 
 

@@ -1,6 +1,6 @@
 """Plain torch kernels: the definition that the fast ones must match byte for byte."""
 
-from laconic.kernels._reference.linear import dequantize, quantize, scales
+from laconic.kernels._reference.linear import accumulate, dequantize, quantize, scales
 from laconic.kernels._reference.natural import (
     natural_dequantize,
     natural_quantize,
@@ -9,6 +9,7 @@ from laconic.kernels._reference.natural import (
 from laconic.kernels._reference.nested import nested_dequantize, nested_quantize
 
 __all__ = [
+    "accumulate",
     "dequantize",
     "natural_dequantize",
     "natural_quantize",

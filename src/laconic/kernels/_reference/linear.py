@@ -15,17 +15,17 @@ from laconic.kernels._reference.random import dither
 def scales(x: Tensor, out: Tensor, *, block: int, kind: ScaleKind) -> None:
     """Scale of every block: the largest magnitude, or the 2-norm (never below the largest).
 
-    A block that holds NaN or infinity gets a non-finite scale.
+    A block that holds NaN or infinity gets the scale NaN.
     """
     rows = _rows(x, block)
     largest = (rows.view(torch.int32) & 0x7FFFFFFF).amax(1)
+    bad, largest = largest >= 0x7F800000, largest.view(torch.float32)
     if kind is ScaleKind.MAX:
-        out.view(torch.int32).copy_(largest)
+        out.copy_(torch.where(bad, torch.nan, largest))
         return
     norm = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     norm = norm.clamp(max=torch.finfo(torch.float32).max).to(torch.float32)
-    norm = torch.maximum(norm, largest.view(torch.float32))
-    out.copy_(torch.where(largest >= 0x7F800000, torch.nan, norm))
+    out.copy_(torch.where(bad, torch.nan, torch.maximum(norm, largest)))
 
 
 def quantize(
@@ -83,6 +83,12 @@ def dequantize(
     store(q, scale, out, block=block, unit=1.0 / divisor, weight=weight, add=add)
 
 
+def accumulate(source: Tensor, out: Tensor, *, weight: float, add: bool) -> None:
+    """out (+)= source·weight in fp32, rounded once to out's dtype."""
+    y = source.to(torch.float32) * float(np.float32(weight))
+    out.copy_(out.to(torch.float32) + y if add else y)
+
+
 def fixed_point(x: Tensor, scale: Tensor, block: int, limit: int) -> tuple[Tensor, Tensor]:
     """t of every element as int64, shape (groups, 128), and where |x| exceeds its scale."""
     y = scaled(x, scale, block, float(limit))
@@ -115,16 +121,19 @@ def store(
     unit: float,
     weight: float,
     add: bool,
-    extra: Tensor | float = 0.0,
+    extra: Tensor | None = None,
 ) -> None:
     """out (+)= q·scale·unit·weight, clamped to what out's dtype can hold, + extra."""
     n = per_element(scale, out.numel(), block)
     lift = torch.where(n < TINY, LIFT, 1.0)
     step = ((n * lift) * float(np.float32(unit))) * float(np.float32(weight))
-    step = torch.where(torch.isfinite(n), step, torch.nan)
+    step = torch.where(torch.isfinite(n) & ~torch.signbit(n), step, torch.nan)
     y = (q.to(torch.float32) * step) * torch.where(n < TINY, 1.0 / LIFT, 1.0)
     bound = torch.finfo(out.dtype).max
-    y = (y.clamp(-bound, bound) + extra).view(-1)[: out.numel()]
+    y = y.clamp(-bound, bound)
+    if extra is not None:
+        y = (y + extra).clamp(-bound, bound)
+    y = y.view(-1)[: out.numel()]
     out.copy_(out.to(torch.float32) + y if add else y)
 
 

@@ -15,6 +15,7 @@ from laconic.kernels._triton.scale import (
     finish,
     lower_of,
     magnitude,
+    narrowed,
     rint_bits,
     scale_of,
     scaled2,
@@ -89,6 +90,14 @@ def quantize(
     )
 
 
+def accumulate(source: Tensor, out: Tensor, *, weight: float, add: bool) -> None:
+    """See the reference."""
+    n = out.numel()
+    _accumulate[(triton.cdiv(n, _SPAN // 4),)](
+        source, out, n, weight, ADD=add, SPAN=_SPAN // 4, **_WARPS
+    )
+
+
 def dequantize(
     payload: Tensor,
     scale: Tensor,
@@ -126,6 +135,15 @@ def dequantize(
 
 
 @triton.jit
+def _accumulate(source, out, n, weight, ADD: tl.constexpr, SPAN: tl.constexpr):
+    e = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
+    v = tl.load(source + e, mask=e < n, other=0.0).to(tl.float32) * weight
+    if ADD:
+        v = tl.load(out + e, mask=e < n, other=0.0).to(tl.float32) + v
+    tl.store(out + e, narrowed(v, out.dtype.element_ty), mask=e < n)
+
+
+@triton.jit
 def _block_scales(x, out, n, BLOCK: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr):
     """One program a block."""
     b = tl.program_id(0).to(tl.int64)
@@ -147,7 +165,8 @@ def _whole(x, out, squares, n, SPAN: tl.constexpr, KIND: tl.constexpr):
     part = tl.program_id(0).to(tl.int64)
     e = part * SPAN + tl.arange(0, SPAN)
     v = tl.load(x + e, mask=e < n, other=0.0).to(tl.float32)
-    tl.atomic_max(out, tl.max(magnitude(v), 0))
+    m = tl.max(magnitude(v), 0)
+    tl.atomic_max(out, tl.where(m >= 0x7F800000, 0x7FC00000, m))
     if KIND == 2:
         tl.store(squares + part, tl.sum(square(v), 0))
 

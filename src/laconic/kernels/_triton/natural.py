@@ -134,9 +134,9 @@ def _value(code, LEVELS: tl.constexpr, BITS: tl.constexpr):
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
     m = code & TOP
     v = ((m + (127 - LEVELS)) << 23).to(tl.float32, bitcast=True)
+    v = tl.where(code > TOP, -v, v)
     v = tl.where(m == 0, 0.0, v)
-    v = tl.where(m == TOP, float("nan"), v)
-    return tl.where(code > TOP, -v, v)
+    return tl.where(m == TOP, float("nan"), v)
 
 
 @triton.jit

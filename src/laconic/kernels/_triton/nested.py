@@ -192,7 +192,7 @@ def _resolved(
     k = ((((z >> (FRACTION + 1)) + _LIFT * RATIO) * MAGIC) >> 20) - _LIFT
     v = (w - (RATIO << (FRACTION + 1)) * k).to(tl.float32)
     v = clamped((v * step(size, unit, weight)) * lower_of(size), bound)
-    return v + y * beta, tl.where(real, -k * (r | 1), 0)
+    return clamped(v + y * beta, bound), tl.where(real, -k * (r | 1), 0)
 
 
 @triton.jit(do_not_specialize=["k0", "k1"])

@@ -30,12 +30,10 @@ def square(x):
 @triton.jit
 def finish(m, squares, KIND: tl.constexpr):
     """The scale, from the largest magnitude's bits and (KIND 2) the sum of squares."""
-    largest = m.to(tl.float32, bitcast=True)
+    norm = m.to(tl.float32, bitcast=True)
     if KIND == 2:
-        norm = tl.minimum(tl.sqrt(squares), LARGEST).to(tl.float32)
-        norm = tl.maximum(norm, largest)
-        return tl.where(m >= 0x7F800000, float("nan"), norm)
-    return largest
+        norm = tl.maximum(tl.minimum(tl.sqrt(squares), LARGEST).to(tl.float32), norm)
+    return tl.where(m >= 0x7F800000, float("nan"), norm)
 
 
 @triton.jit
@@ -99,8 +97,10 @@ def scaled2(x, y, size, other, gain):
 @triton.jit
 def step(size, unit, weight):
     """What one unit of a code is worth (lifted); NaN under a scale that is not finite."""
-    finite = magnitude(size) < 0x7F800000
-    return tl.where(finite, ((size * lift_of(size)) * unit) * weight, float("nan"))
+    bits = size.to(tl.int32, bitcast=True)
+    return tl.where(
+        (bits >= 0) & (bits < 0x7F800000), ((size * lift_of(size)) * unit) * weight, float("nan")
+    )
 
 
 @triton.jit
