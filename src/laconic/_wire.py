@@ -93,6 +93,8 @@ class Header:
         part = _LAYOUT.unpack_from(head)
         if part[3] >= len(DTYPES) or part[10] >= len(PAYLOAD_DTYPES):
             raise WireError("the wire's header names a dtype that this laconic does not know")
+        if part[8] < 1:
+            raise WireError("the wire's header counts no workers")
         return Header(
             codec=part[2],
             dtype=DTYPES[part[3]],
@@ -125,7 +127,8 @@ class Wire:
     def parse(data: Tensor, *, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Wire:
         """Check received bytes and wrap them.
 
-        Reads the header on the host: on a CUDA tensor this waits for the device.
+        Reads the header on the host: on a CUDA tensor this waits for the device. Bytes that do
+        not start on a 16-byte boundary are copied.
         """
         if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
             raise WireError("a wire is a contiguous uint8 tensor of one dimension")
@@ -136,6 +139,8 @@ class Wire:
             raise WireError(f"the wire holds {header.numel} values; shape {tuple(shape)} does not")
         if header.dtype != dtype:
             raise WireError(f"the wire holds {header.dtype}, not {dtype}")
+        if data.data_ptr() % ALIGN or data.storage_offset() % ALIGN:
+            data = data.clone()
         return Wire(data=data, key=key, shape=torch.Size(shape), dtype=dtype, header=header)
 
     @property

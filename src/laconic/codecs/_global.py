@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from laconic._key import Key
 from laconic._wire import Header, Wire
 from laconic.codecs._base import Codec, Into, output
-from laconic.codecs._linear import body_bytes, read, sections, write
+from laconic.codecs._linear import body_bytes, is_integer, read, sections, write
 from laconic.codecs._norms import as_scale, global_norm, local_norm, parse_norm, shared_scale
 from laconic.codecs._qsgd import max_norm_bound
 from laconic.errors import ConfigError
@@ -63,10 +64,10 @@ class Global(Codec):
     norm: str = "max"
 
     def __post_init__(self) -> None:
-        if self.bits not in _PAYLOADS:
+        if not is_integer(self.bits) or self.bits not in _PAYLOADS:
             raise ConfigError(f"global: bits must be 4, 8 or 32 (what adds up), not {self.bits!r}")
         levels = self.levels
-        if levels is not None and (not isinstance(levels, int) or not 1 <= levels <= MAX_LEVELS):
+        if levels is not None and not (is_integer(levels) and 1 <= levels <= MAX_LEVELS):
             raise ConfigError(f"global: levels must be from 1 to {MAX_LEVELS}, not {levels!r}")
         parse_norm(self.name, self.norm)
         self.levels_for(1)
@@ -159,8 +160,8 @@ class Global(Codec):
             levels=self.levels_for(workers),
             workers=workers,
             norm=ScaleKind.GIVEN,
-            inner=inner,
-            outer=outer,
+            inner=float(np.float32(inner)),  # as the header holds it
+            outer=float(np.float32(outer)),
             payload_dtype=_PAYLOADS[self.bits],
             body_bytes=body_bytes(numel, 0, self.bits),
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from laconic._key import Key
 from laconic._wire import HEADER_BYTES, Header, Wire
 from laconic.codecs._base import Codec, Into
-from laconic.codecs._linear import body_bytes, sections
+from laconic.codecs._linear import body_bytes, is_integer, sections
 from laconic.codecs._norms import global_norm, local_norm, shared_scale
 from laconic.errors import ConfigError, WireError
 from laconic.kernels import ScaleKind, backend
@@ -55,7 +55,7 @@ class GlobalExp(Codec):
     bits: int = 8
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or not 3 <= self.bits <= 8:
+        if not is_integer(self.bits) or not 3 <= self.bits <= 8:
             raise ConfigError(f"global-exp: bits must be from 3 to 8, not {self.bits!r}")
 
     def levels_for(self, workers: int) -> int:
@@ -88,7 +88,8 @@ class GlobalExp(Codec):
         `key` must be fresh: a draw that encoded a or b would bias the sum. `out` (uint8) takes
         the result; it may be a.data or b.data.
         """
-        if a.header != b.header or a.header.codec != self.id or a.header.bits != self.bits:
+        self._check(a)
+        if a.header != b.header:
             raise WireError("reduce adds two wires that this codec encoded with equal settings")
         data = torch.empty_like(a.data) if out is None else out[: a.nbytes]
         data[:HEADER_BYTES].copy_(a.data[:HEADER_BYTES])

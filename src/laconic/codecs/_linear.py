@@ -24,7 +24,7 @@ def set_width(codec: Any, default_bits: int) -> None:
     if bits is None and levels is None:
         bits = default_bits
     for name, value in (("bits", bits), ("levels", levels)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        if value is not None and not is_integer(value):
             raise ConfigError(f"{codec.name}: {name} must be an integer, not {value!r}")
     if bits is not None and not 2 <= bits <= 8:
         raise ConfigError(
@@ -44,11 +44,16 @@ def set_width(codec: Any, default_bits: int) -> None:
     object.__setattr__(codec, "levels", levels)
 
 
+def is_integer(value: object) -> bool:
+    """True for integers; bool is not one."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_block(name: str, block: int | None) -> None:
     """A block is a positive integer, or None for the whole tensor."""
     if block is None:
         return
-    if not isinstance(block, int) or isinstance(block, bool) or not 1 <= block <= MAX_BLOCK:
+    if not is_integer(block) or not 1 <= block <= MAX_BLOCK:
         raise ConfigError(
             f"{name}: block must be a positive integer, or tensor for one scale; not {block!r}"
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from laconic._key import Key
 from laconic._wire import Header, Wire
 from laconic.codecs._base import Codec, Into, flat_input
-from laconic.codecs._linear import body_bytes, check_block, no_norm, sections
+from laconic.codecs._linear import body_bytes, check_block, is_integer, no_norm, sections
 from laconic.errors import ConfigError
 from laconic.kernels import ScaleKind, backend
 from laconic.kernels._layout import checks
@@ -59,14 +59,16 @@ class NDQSG(Codec):
     def __post_init__(self) -> None:
         for name, least, most in (("levels", 1, _MAX_LEVELS), ("ratio", 3, 2 * _MAX_LEVELS - 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            if not is_integer(value) or not least <= value <= most:
                 raise ConfigError(
                     f"ndqsg: {name} must be an integer from {least} to {most}, not {value!r}"
                 )
         if self.ratio % 2 == 0:
             raise ConfigError(f"ndqsg: ratio must be odd, not {self.ratio}")
-        if not isinstance(self.alpha, int | float) or not 0 < self.alpha <= 1:
-            raise ConfigError(f"ndqsg: alpha must lie in (0, 1], not {self.alpha!r}")
+        alpha = self.alpha
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= 1:
+            raise ConfigError(f"ndqsg: alpha must lie in (0, 1], not {alpha!r}")
+        object.__setattr__(self, "alpha", float(alpha))
         check_block(self.name, self.block)
 
     @property
@@ -91,7 +93,7 @@ class NDQSG(Codec):
             block=self.block or 0,
             norm=ScaleKind.MAX,
             ratio=self.ratio,
-            alpha=float(self.alpha),
+            alpha=self.alpha,
             body_bytes=body_bytes(numel, self.block or 0, self.bits) + checks(numel),
         )
 

@@ -101,7 +101,9 @@ def _natural_quantize(
         e = g * GROUP
         for j in range(min(GROUP, n - e)):
             v = f32(f32(get(x, e + j) * lift) * times)
-            store(y, j, v if usual else f32(0))
+            # no code holds a value above a scale of zero: NaN marks it
+            none = f32(np.nan) if size == f32(0) and get(x, e + j) != f32(0) else f32(0)
+            store(y, j, v if usual else none)
         for j in range(n - e, GROUP):
             store(y, j, f32(0))
         p0 = u32(e >> 1)

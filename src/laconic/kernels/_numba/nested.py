@@ -259,6 +259,8 @@ def _nested_dequantize(
             count = min(GROUP, n - e)
             per_element(y, scale, block, e, count, unit, weight, bound)
             for j in range(count):
-                store(y, j, clamped(f32(load(y, j) + f32(get(side, e + j) * beta)), bound))
+                known = get(side, e + j)
+                v = clamped(f32(load(y, j) + f32(known * beta)), bound)
+                store(y, j, f32(v + f32(known * f32(0))))  # NaN if side is not finite
             emit(y, out, e, count, add)
         store(failed, c, u8(u8(total) != load(check, c)))

@@ -122,8 +122,9 @@ def store(
     weight: float,
     add: bool,
     extra: Tensor | None = None,
+    poison: Tensor | float = 0.0,
 ) -> None:
-    """out (+)= q·scale·unit·weight, clamped to what out's dtype can hold, + extra."""
+    """out (+)= q·scale·unit·weight + extra, clamped to what out's dtype can hold; + poison."""
     n = per_element(scale, out.numel(), block)
     lift = torch.where(n < TINY, LIFT, 1.0)
     step = ((n * lift) * float(np.float32(unit))) * float(np.float32(weight))
@@ -132,7 +133,7 @@ def store(
     bound = torch.finfo(out.dtype).max
     y = y.clamp(-bound, bound)
     if extra is not None:
-        y = (y + extra).clamp(-bound, bound)
+        y = (y + extra).clamp(-bound, bound) + poison
     y = y.view(-1)[: out.numel()]
     out.copy_(out.to(torch.float32) + y if add else y)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from laconic._key import Stream
 from laconic.kernels._layout import groups
-from laconic.kernels._reference.linear import scaled, store
+from laconic.kernels._reference.linear import grouped, scaled, store
 from laconic.kernels._reference.pack import pack, unpack
 from laconic.kernels._reference.random import dither, draws
 
@@ -36,7 +36,7 @@ def natural_quantize(
     """Round x to signed powers of two below `scale` (one for the whole tensor)."""
     y = scaled(x, scale, 0, 1.0)
     negative = y < 0
-    overflow = ~(y.abs() <= 1 + 2.0**-16)
+    overflow = ~(y.abs() <= 1 + 2.0**-16) | ((scale == 0) & (grouped(x) != 0))
     y = y.abs().clamp(max=1.0)
     r = dither(stream, groups(x.numel()), 16, x.device)
     word = y.view(torch.int32).to(torch.int64)

@@ -83,6 +83,7 @@ def nested_dequantize(
     period = ratio << (fraction + 1)
     k = torch.div(w - 2 * ty + period // 2, period, rounding_mode="floor")
     failed.copy_(_check(-k, r) != checks)
+    known = grouped(side.to(torch.float32))
     beta = float(np.float32((1.0 - alpha * alpha) * weight))
     store(
         w - period * k,
@@ -92,7 +93,8 @@ def nested_dequantize(
         unit=alpha / (levels << (fraction + 1)),
         weight=weight,
         add=add,
-        extra=grouped(side.to(torch.float32)) * beta,
+        extra=known * beta,
+        poison=known * 0.0,  # NaN where the side information is not finite
     )
 
 

@@ -124,6 +124,8 @@ def _natural_quantize(
     r, s = dither2(base, group, lane, k0, k1, 16)
     size = scale_of(scale, base, e, left, 0, ROWS, W)
     y, z = scaled2(a, b, size, size, 1.0)
+    y = tl.where((size == 0.0) & (a != 0.0), float("nan"), y)  # no code is above a zero scale
+    z = tl.where((size == 0.0) & (b != 0.0), float("nan"), z)
     c, d = _code(y, r, boost, LEVELS, BITS), _code(z, s, boost, LEVELS, BITS)
     pack2(payload, base, group, lane, left, c, d, BITS, ROWS, W)
 

@@ -192,7 +192,8 @@ def _resolved(
     k = ((((z >> (FRACTION + 1)) + _LIFT * RATIO) * MAGIC) >> 20) - _LIFT
     v = (w - (RATIO << (FRACTION + 1)) * k).to(tl.float32)
     v = clamped((v * step(size, unit, weight)) * lower_of(size), bound)
-    return clamped(v + y * beta, bound), tl.where(real, -k * (r | 1), 0)
+    v = clamped(v + y * beta, bound) + y * 0.0  # NaN if side information is not finite
+    return v, tl.where(real, -k * (r | 1), 0)
 
 
 @triton.jit(do_not_specialize=["k0", "k1"])
