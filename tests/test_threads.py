@@ -56,8 +56,8 @@ def test_two_threads_encode_at_once(
             future.result(timeout=50)
 
 
-def test_the_first_use_may_come_from_several_threads_at_once() -> None:
-    """Loading and compiling kernels happens once, whoever comes first."""
+def test_the_first_use_may_come_from_several_threads_at_once(tmp_path: Path) -> None:
+    """Loading and compiling kernels (nothing is cached here), whoever comes first."""
     run(
         """
 import threading
@@ -70,7 +70,8 @@ threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
 [t.start() for t in threads]
 [t.join() for t in threads]
 assert all(torch.equal(wires[0], wire) for wire in wires[1:])
-"""
+""",
+        NUMBA_CACHE_DIR=str(tmp_path),
     )
 
 
@@ -112,11 +113,10 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
     )
 
 
-def run(code: str, threads: int = 2) -> None:
+def run(code: str, threads: int = 2, **environment: str) -> None:
     """In a process of its own, so that a hang or an abort ends only that."""
     head = f"""
 import os, torch, laconic as lc
-from laconic.kernels import using
 torch.set_num_threads({threads})
 codec = lc.codec("dqsg:bits=4")
 x = torch.randn({LARGE}, generator=torch.Generator().manual_seed(0))
@@ -128,6 +128,6 @@ x = torch.randn({LARGE}, generator=torch.Generator().manual_seed(0))
         capture_output=True,
         text=True,
         timeout=50,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **environment},
     )
     assert done.returncode == 0, done.stderr

@@ -223,9 +223,8 @@ def test_a_well_formed_header_of_no_encoder_raises_at_decode(header: Header, spe
     codec = lc.codec(spec)
     body = torch.zeros(header.body_bytes, dtype=torch.uint8)
     data = torch.cat([torch.tensor(list(header.pack()), dtype=torch.uint8), body])
-    wire = parse(data, dtype=header.dtype)
     with pytest.raises(lc.WireError):
-        decode(codec, wire, gaussian(COUNT))
+        decode(codec, parse(data, dtype=header.dtype), gaussian(COUNT))
 
 
 FIELDS = ("bits", "block", "levels", "workers", "norm", "ratio", "alpha", "inner", "outer")

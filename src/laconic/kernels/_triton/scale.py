@@ -85,13 +85,13 @@ def factor(size, gain):
 def scaled2(x, y, size, other, gain):
     """x·gain/size and y·gain/other; zero where a scale is zero or not finite.
 
-    Only tiles with a tiny scale pay for the lift.
+    Only tiles with such a scale, or a tiny one, pay for that.
     """
-    tiny = (usable(size) & (size < TINY)) | (usable(other) & (other < TINY))
-    if tl.max(tl.max(tiny.to(tl.int32), 1), 0) > 0:
-        x, y = x * lift_of(size), y * lift_of(other)
-    x = tl.where(usable(size), x * factor(size, gain), 0.0)
-    return x, tl.where(usable(other), y * factor(other, gain), 0.0)
+    plain = (size >= TINY) & (size <= LARGEST) & (other >= TINY) & (other <= LARGEST)
+    if tl.min(tl.min(plain.to(tl.int32), 1), 0) == 0:
+        x = tl.where(usable(size), x * lift_of(size), 0.0)
+        y = tl.where(usable(other), y * lift_of(other), 0.0)
+    return x * factor(size, gain), y * factor(other, gain)
 
 
 @triton.jit
