@@ -12,9 +12,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, below
 
-from helpers import kernels  # noqa: E402
+from helpers import kernels
 
-from laconic.kernels import using  # noqa: E402
+from laconic.kernels import using
 
 BACKENDS = ("reference", "numba", "triton")
 

@@ -67,9 +67,7 @@ def test_documented_examples() -> None:
     assert b == [c[j] | c[j + 64] << 4 for j in range(64)]
     c = random_codes(2, rows=1)[0].tolist()
     b = pack(torch.tensor([c]), 2)[0].tolist()
-    assert b == [
-        c[j] | c[j + 32] << 2 | c[j + 64] << 4 | c[j + 96] << 6 for j in range(32)
-    ]
+    assert b == [c[j] | c[j + 32] << 2 | c[j + 64] << 4 | c[j + 96] << 6 for j in range(32)]
     c = random_codes(3, rows=1)[0].tolist()
     b = pack(torch.tensor([c]), 3)[0].tolist()
     assert b[32:] == [sum((c[j + 16 * k] >> 2) << k for k in range(8)) for j in range(16)]
@@ -80,7 +78,7 @@ def test_codes_of_all_levels_fit_their_width(levels: int) -> None:
     bits = fixed_bits(levels)
     offset = code_offset(levels, bits)
     assert 2 <= bits <= 8
-    assert 0 <= offset - levels and offset + levels < 1 << bits
+    assert offset - levels >= 0 and offset + levels < 1 << bits
     assert 2 * levels >= 1 << (bits - 1)  # one bit fewer would not do
 
 

@@ -171,7 +171,9 @@ def test_flipping_a_key_bit_flips_every_stream_bit_half_of_the_time() -> None:
         for base in bases[:count]:
             other = list(base)
             other[position] ^= 1 << bit
-            a, b = (_word(lc.Key(**dict(zip(FIELDS, parts, strict=True)))) for parts in (base, other))
+            a, b = (
+                _word(lc.Key(**dict(zip(FIELDS, parts, strict=True)))) for parts in (base, other)
+            )
             flips += np.unpackbits(np.array([a ^ b], dtype=">u8").view(np.uint8))
         assert np.abs(flips / count - 0.5).max() < z * 0.5 / count**0.5, (position, bit)
 
