@@ -98,7 +98,9 @@ def main() -> None:
     rows = measure(options.numel)
     for row in rows:
         codec = row.get("codec", "")
-        print(f"{row['name']:11} {row['dtype']:9} {codec:32} {row['ms']:8.4f} ms {row['share']:6.1%}")
+        print(
+            f"{row['name']:11} {row['dtype']:9} {codec:32} {row['ms']:8.4f} ms {row['share']:6.1%}"
+        )
     if options.save:
         print(f"saved {save('gpu', rows)}")
 

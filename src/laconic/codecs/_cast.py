@@ -68,7 +68,7 @@ class _Cast(Codec):
         self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
     ) -> None:
         no_norm(self.name, norm)
-        payload = body.view(header.payload_dtype)
+        payload = body.view(self._sent or x.dtype)
         if header.workers > 1 and payload.dtype == torch.float16:
             torch.mul(x, 1.0 / header.workers, out=payload)
         else:

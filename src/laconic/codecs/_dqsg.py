@@ -49,7 +49,7 @@ class DQSG(Codec):
     block: int | None = 512
 
     def __post_init__(self) -> None:
-        set_width(self, default_bits=4)
+        set_width(self)
         check_block(self.name, self.block)
 
     def variance_bound(self, d: int) -> float | None:

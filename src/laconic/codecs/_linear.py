@@ -15,14 +15,13 @@ from laconic.kernels import ScaleKind, backend
 from laconic.kernels._layout import blocks, code_offset, fixed_bits, packed_bytes
 
 MAX_BLOCK = (1 << 32) - 1
+_DEFAULT_BITS = 4
 UNSET: Any = None  # default of a setting that __post_init__ fills in
 
 
-def set_width(codec: Any, default_bits: int) -> None:
-    """Fill in whichever of bits= and levels= was not given."""
+def set_width(codec: Any) -> None:
+    """Fill in whichever of bits= and levels= was not given; with neither, 4 bits."""
     bits, levels = codec.bits, codec.levels
-    if bits is None and levels is None:
-        bits = default_bits
     for name, value in (("bits", bits), ("levels", levels)):
         if value is not None and not is_integer(value):
             raise ConfigError(f"{codec.name}: {name} must be an integer, not {value!r}")
@@ -32,10 +31,10 @@ def set_width(codec: Any, default_bits: int) -> None:
             "without a magnitude (s = 0 levels)"
         )
     if levels is None:
-        levels = (1 << (bits - 1)) - 1
+        levels = (1 << ((bits or _DEFAULT_BITS) - 1)) - 1
     if not 1 <= levels <= 127:
         raise ConfigError(f"{codec.name}: levels must be from 1 to 127, not {levels}")
-    if bits is not None and bits != fixed_bits(levels):
+    if bits not in (None, fixed_bits(levels)):
         raise ConfigError(
             f"{codec.name}: {levels} levels take {fixed_bits(levels)} bits, not {bits}; "
             "give one of bits= and levels="

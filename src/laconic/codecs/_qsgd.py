@@ -62,7 +62,7 @@ class QSGD(Codec):
     block: int | None = 512
 
     def __post_init__(self) -> None:
-        set_width(self, default_bits=4)
+        set_width(self)
         check_choice(self.name, "norm", self.norm, ("max", "l2"))
         check_block(self.name, self.block)
 

@@ -47,9 +47,9 @@ def scales(x: Tensor, out: Tensor, *, block: int, kind: ScaleKind) -> None:
         _block_scales[(out.numel(),)](x, out, n, BLOCK=block, SPAN=span, KIND=int(kind), **_WARPS)
         return
     parts = triton.cdiv(n, _SPAN)
-    squares = torch.zeros(
-        parts if kind is ScaleKind.L2 else 1, dtype=torch.float64, device=x.device
-    )
+    squares = out  # not touched for the largest magnitude
+    if kind is ScaleKind.L2:
+        squares = torch.empty(parts, dtype=torch.float64, device=x.device)
     out.zero_()
     _whole[(parts,)](x, out.view(torch.int32), squares, n, SPAN=_SPAN, KIND=int(kind), **_WARPS)
     if kind is ScaleKind.L2:
