@@ -66,10 +66,7 @@ class QSGDTopK(Codec):
             raise ValueError(f"qsgd-topk takes up to {-_EMPTY - 1} values, not {x.numel()}: split")
         scale, slots = _sections(body)
         backend(x.device).scales(x, scale, block=0, kind=ScaleKind.L2)
-        # one integer orders by magnitude, then by index: the same entries on every device
-        magnitude = x.to(torch.float32).view(torch.int32).to(torch.int64) & 0x7FFFFFFF
-        order = (magnitude << 32) - torch.arange(x.numel(), device=x.device)
-        index = -torch.topk(order, slots.numel()).values & 0xFFFFFFFF
+        index = backend(x.device).largest_entries(x, slots.numel())
         values = x[index].to(torch.float64)
         before = values.abs().cumsum(0) - values.abs()
         entry = torch.where(values < 0, -index - 1, index)

@@ -7,10 +7,12 @@ from laconic.kernels._reference.natural import (
     natural_reduce,
 )
 from laconic.kernels._reference.nested import nested_dequantize, nested_quantize
+from laconic.kernels._reference.select import largest_entries
 
 __all__ = [
     "accumulate",
     "dequantize",
+    "largest_entries",
     "natural_dequantize",
     "natural_quantize",
     "natural_reduce",

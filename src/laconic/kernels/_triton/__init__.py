@@ -5,6 +5,7 @@ narrower planes hold the codes of two or four lanes of one warp, which add them 
 `TRITON_INTERPRET=1` runs the same kernels on CPU tensors.
 """
 
+from laconic.kernels._reference.select import largest_entries
 from laconic.kernels._triton.linear import accumulate, dequantize, quantize, scales
 from laconic.kernels._triton.natural import natural_dequantize, natural_quantize, natural_reduce
 from laconic.kernels._triton.nested import nested_dequantize, nested_quantize
@@ -12,6 +13,7 @@ from laconic.kernels._triton.nested import nested_dequantize, nested_quantize
 __all__ = [
     "accumulate",
     "dequantize",
+    "largest_entries",
     "natural_dequantize",
     "natural_quantize",
     "natural_reduce",
