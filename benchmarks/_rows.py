@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 RESULTS = Path(__file__).parent / "results"
@@ -24,11 +25,12 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
     }
     if torch.cuda.is_available():
         info["gpu"] = torch.cuda.get_device_name()
+    for package in ("torch", "triton", "numba", "numpy", "pypiquant"):
+        with contextlib.suppress(PackageNotFoundError):
+            info[package] = version(package)
     return info
 
 

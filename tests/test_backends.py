@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -864,3 +869,42 @@ def test_streams_reach_kernels_whole(fast: Fast) -> None:
     high, ones = 0x80000000, 0xFFFFFFFF
     for stream in (Stream(0, 0), Stream(ones, ones), Stream(high, 1), Stream(1, high)):
         compare(fast.both(round_trip, gaussian(300), stream), stream)
+
+
+# --- compiled code -------------------------------------------------------------------------
+
+
+def test_compiled_kernels_follow_their_sources(tmp_path: Path) -> None:
+    """Numba caches machine code by the file of the outer function, and inlines helpers of others.
+
+    After an edit or a `git pull` that changes a helper only, a stale kernel would write bytes
+    that other ranks read differently.
+    """
+    if kernels("numba") is None:
+        pytest.skip("the numba kernels cannot be loaded here")
+    package = tmp_path / "laconic"
+    source = Path(lc.__file__).parent
+    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+    script = (
+        f"import torch, laconic as lc; assert lc.__file__.startswith({str(tmp_path)!r}); "
+        "print(lc.codec('qsgd').encode(torch.ones(300).cumsum(0), lc.Key()).data.tolist())"
+    )
+
+    def encoded() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first = encoded()
+    assert encoded() == first
+    helper = package / "kernels" / "_numba" / "random.py"
+    text = helper.read_text()
+    assert "0x7FEB352D" in text
+    helper.write_text(text.replace("0x7FEB352D", "0x7FEB3529"))
+    assert encoded() != first

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from laconic._key import Stream
 from laconic.kernels._layout import GROUP, TINY, ScaleKind, code_offset, fraction_bits, groups
+from laconic.kernels._numba.group import emit, fixed_point, per_element, round_group, values
 from laconic.kernels._numba.memory import (
-    Pointer,
     array,
     bits_of,
     code_scratch,
@@ -21,29 +21,23 @@ from laconic.kernels._numba.memory import (
     load,
     pointer,
     put,
-    sar,
-    shl,
-    shr,
     store,
     u8,
     u32,
 )
 from laconic.kernels._numba.pack import pack, unpack
-from laconic.kernels._numba.random import mix
 from laconic.kernels._numba.scale import (
     block_scale,
     factor,
     finish,
     largest,
-    lift_of,
     square_sum,
     step,
     usable,
 )
+from laconic.kernels._numba.wide import dequantize_wide, quantize_wide
 from laconic.kernels._pool import split
 
-ROUND = f32(1.5 * 2**23)  # adding it leaves rint of a float up to 2^22 in the low bits
-ROUND_BITS = 0x4B400000
 _SPAN = 1 << 16  # elements a part of a whole-tensor scale
 
 
@@ -71,10 +65,12 @@ def quantize(
     kind: ScaleKind,
 ) -> None:
     """See the reference."""
+    fraction = fraction_bits(levels)
+    if bits == 32:
+        return quantize_wide(x, scale, payload, stream, levels << fraction, fraction)
     fused = block > 0 and block % GROUP == 0
     if kind is not ScaleKind.GIVEN and not fused:
         scales(x, scale, block=block, kind=kind)
-    fraction = fraction_bits(levels)
     data, n, ns, out = array(x), x.numel(), array(scale), array(payload)
     per = block // GROUP if fused else 1
     settings = (
@@ -83,14 +79,13 @@ def quantize(
         levels << fraction,
         fraction,
         bits,
-        0 if bits == 32 else code_offset(levels, bits),
+        code_offset(levels, bits),
         u32(stream.k0),
         u32(stream.k1),
     )
-    run = _quantize_wide if bits == 32 else _quantize
     total = groups(n)
     overflow = split(
-        lambda a, b: run(data, n, ns, out, *settings, a * per, min(b * per, total)),
+        lambda a, b: _quantize(data, n, ns, out, *settings, a * per, min(b * per, total)),
         -(-total // per),
         per * GROUP,
     )
@@ -118,6 +113,8 @@ def dequantize(
     add: bool,
 ) -> None:
     """See the reference."""
+    if bits == 32:
+        return dequantize_wide(payload, scale, out, 1.0 / levels, weight, add)
     fraction = fraction_bits(levels)
     unit = 1.0 / (levels if stream is None else levels << (fraction + 1))
     k0, k1 = (0, 0) if stream is None else stream
@@ -125,9 +122,8 @@ def dequantize(
     bound = torch.finfo(out.dtype).max
     settings = (block, bits, offset, fraction, stream is not None, u32(k0), u32(k1))
     worth = (f32(unit), f32(weight), f32(bound), add)
-    run = _dequantize_wide if bits == 32 else _dequantize
     split(
-        lambda a, b: run(codes, out.numel(), ns, target, *settings, *worth, a, b),
+        lambda a, b: _dequantize(codes, out.numel(), ns, target, *settings, *worth, a, b),
         groups(out.numel()),
         GROUP,
     )
@@ -153,59 +149,6 @@ def _whole(x: np.ndarray, n: int, kind: int, first: int, last: int) -> tuple[np.
         if kind == 2:
             squares += square_sum(x, s * _SPAN, end)
     return m, squares
-
-
-@kernel
-def round_group(
-    y: Pointer,
-    start: int,
-    times: np.float32,
-    codes: Pointer,
-    fraction: int,
-    offset: int,
-    p0: np.uint32,
-    k0: np.uint32,
-    k1: np.uint32,
-) -> None:
-    """codes[j] = ((rint(y[start+j]·times) + r) >> F) + offset, for 128 elements."""
-    low, high, shift = u32(16 - fraction), u32(32 - fraction), i32(fraction)
-    adjust = u8(offset - (ROUND_BITS >> fraction))
-    for j in range(64):
-        h = mix(u32(p0 + u32(j)), k0, k1)
-        a = bits_of(f32(f32(get(y, start + j) * times) + ROUND))
-        b = bits_of(f32(f32(get(y, start + j + 64) * times) + ROUND))
-        a = i32(a + i32(shr(u32(h & u32(0xFFFF)), low)))
-        b = i32(b + i32(shr(h, high)))
-        store(codes, j, u8(u8(sar(a, shift)) + adjust))
-        store(codes, j + 64, u8(u8(sar(b, shift)) + adjust))
-
-
-@kernel
-def fixed_point(
-    x: Pointer,
-    n: int,
-    scale: Pointer,
-    block: int,
-    limit: np.float32,
-    e: int,
-    y: Pointer,
-) -> bool:
-    """y[0:128] = x·limit/scale element by element, in range; True if |x| exceeds a scale."""
-    overflow = False
-    tolerance = f32(limit * f32(1 + 2.0**-16))
-    for j in range(GROUP):
-        v = f32(0)
-        if e + j < n:
-            size = load(scale, (e + j) // block if block else 0)
-            v = f32(f32(get(x, e + j) * lift_of(size)) * factor(size, limit))
-            if not usable(size):
-                v = f32(0)
-                overflow |= size == f32(0) and get(x, e + j) != f32(0)
-            elif not abs(v) <= tolerance:
-                v = f32(0)
-                overflow = True
-        store(y, j, min(max(v, -limit), limit))
-    return overflow
 
 
 @kernel
@@ -249,113 +192,6 @@ def _quantize(
             round_group(y, 0, f32(1), codes, fraction, offset, p0, k0, k1)
         pack(codes, out, g * 16 * bits, bits)
     return overflow
-
-
-@kernel
-def _quantize_wide(
-    x: np.ndarray,
-    n: int,
-    scale: np.ndarray,
-    out: np.ndarray,
-    block: int,
-    kind: int,
-    limit: int,
-    fraction: int,
-    bits: int,
-    offset: int,
-    k0: np.uint32,
-    k1: np.uint32,
-    first: int,
-    last: int,
-) -> bool:
-    """As _quantize, into int32 codes without packing."""
-    x, scale, out = pointer(x), pointer(scale), pointer(out)
-    y = float_scratch()
-    overflow = False
-    for g in range(first, last):
-        e = g * GROUP
-        overflow |= fixed_point(x, n, scale, block, f32(limit), e, y)
-        for j in range(min(GROUP, n - e)):
-            h = mix(u32((e >> 1) + (j & 63)), k0, k1)
-            r = i32((h & u32(0xFFFF)) if j < 64 else (h >> u32(16))) >> i32(16 - fraction)
-            t = i32(bits_of(f32(load(y, j) + ROUND)) - i32(ROUND_BITS))
-            store(out, e + j, i32(i32(t + r) >> i32(fraction)))
-    return overflow
-
-
-@kernel
-def values(
-    codes: Pointer,
-    worth: np.float32,
-    offset: int,
-    fraction: int,
-    subtract: bool,
-    p0: np.uint32,
-    k0: np.uint32,
-    k1: np.uint32,
-    out: Pointer,
-    start: int,
-    add: bool,
-) -> None:
-    """out (+)= (code - offset)·worth; with subtract, of W in units of 2^-(F+1)."""
-    if not subtract:
-        for j in range(GROUP):
-            v = f32(f32(i32(i32(load(codes, j)) - i32(offset))) * worth)
-            put(out, start + j, f32(get(out, start + j) + v) if add else v)
-        return
-    shift, low, high = i32(fraction + 1), u32(16 - fraction), u32(32 - fraction)
-    base = i32(i32((1 << fraction) - 1) - i32(offset << (fraction + 1)))
-    for j in range(64):
-        h = mix(u32(p0 + u32(j)), k0, k1)
-        a = i32(shl(i32(load(codes, j)), shift) + base)
-        b = i32(shl(i32(load(codes, j + 64)), shift) + base)
-        a = i32(a - i32(u32(shr(u32(h & u32(0xFFFF)), low) << u32(1))))
-        b = i32(b - i32(u32(shr(h, high) << u32(1))))
-        v, w = f32(f32(a) * worth), f32(f32(b) * worth)
-        put(out, start + j, f32(get(out, start + j) + v) if add else v)
-        put(out, start + j + 64, f32(get(out, start + j + 64) + w) if add else w)
-
-
-@kernel
-def per_element(
-    y: Pointer,
-    scale: Pointer,
-    block: int,
-    e: int,
-    count: int,
-    unit: np.float32,
-    weight: np.float32,
-    bound: np.float32,
-) -> None:
-    """y *= step of each element's scale, lowered again and clamped."""
-    if block == 0 or block % GROUP == 0:
-        size = load(scale, e // block if block else 0)
-        worth, lower = step(size, unit, weight), f32(f32(1) / lift_of(size))
-        for j in range(count):
-            store(y, j, clamped(f32(f32(load(y, j) * worth) * lower), bound))
-        return
-    for j in range(count):
-        size = load(scale, (e + j) // block)
-        v = f32(f32(load(y, j) * step(size, unit, weight)) / lift_of(size))
-        store(y, j, clamped(v, bound))
-
-
-@kernel
-def clamped(v: np.float32, bound: np.float32) -> np.float32:
-    """v within ±bound; NaN stays."""
-    v = bound if v > bound else v
-    return -bound if v < -bound else v
-
-
-@kernel
-def emit(y: Pointer, out: Pointer, e: int, count: int, add: bool) -> None:
-    """out (+)= y."""
-    if add:
-        for j in range(count):
-            put(out, e + j, f32(get(out, e + j) + load(y, j)))
-    else:
-        for j in range(count):
-            put(out, e + j, load(y, j))
 
 
 @kernel
@@ -418,35 +254,3 @@ def _dequantize(
             count = min(GROUP, n - e)
             per_element(y, scale, block, e, count, unit, weight, bound)
             emit(y, out, e, count, add)
-
-
-@kernel
-def _dequantize_wide(
-    data: np.ndarray,
-    n: int,
-    scale: np.ndarray,
-    out: np.ndarray,
-    block: int,
-    bits: int,
-    offset: int,
-    fraction: int,
-    subtract: bool,
-    k0: np.uint32,
-    k1: np.uint32,
-    unit: np.float32,
-    weight: np.float32,
-    bound: np.float32,
-    add: bool,
-    first: int,
-    last: int,
-) -> None:
-    """As _dequantize, from int32 codes; they carry no dither to subtract."""
-    data, scale, out = pointer(data), pointer(scale), pointer(out)
-    y = float_scratch()
-    for g in range(first, last):
-        e = g * GROUP
-        count = min(GROUP, n - e)
-        for j in range(count):
-            store(y, j, f32(load(data, e + j)))
-        per_element(y, scale, block, e, count, unit, weight, bound)
-        emit(y, out, e, count, add)

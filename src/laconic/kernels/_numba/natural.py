@@ -8,7 +8,7 @@ from torch import finfo as float_info
 
 from laconic._key import Stream
 from laconic.kernels._layout import GROUP, groups
-from laconic.kernels._numba.linear import ROUND, ROUND_BITS, emit, per_element
+from laconic.kernels._numba.group import ROUND, ROUND_BITS, emit, per_element
 from laconic.kernels._numba.memory import (
     array,
     bits_of,

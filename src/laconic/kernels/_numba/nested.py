@@ -19,7 +19,8 @@ from laconic.kernels._layout import (
     checks,
     fraction_bits,
 )
-from laconic.kernels._numba.linear import ROUND, ROUND_BITS, clamped, emit, per_element, scales
+from laconic.kernels._numba.group import ROUND, ROUND_BITS, clamped, emit, per_element
+from laconic.kernels._numba.linear import scales
 from laconic.kernels._numba.memory import (
     Pointer,
     array,
