@@ -35,15 +35,18 @@ def machine() -> dict[str, Any]:
 
 
 def interleaved(work: Mapping[str, Callable[[], object]], runs: int) -> dict[str, list[float]]:
-    """Seconds of every run of every function, taken in turns so that drift hits all alike."""
+    """Seconds of every run of every function, taken in turns so that drift hits all alike.
+
+    In its turn a function runs twice and the second is timed: the threads of whoever ran before
+    (OpenMP's, pi-quant's) spin for a while, and would take a core from it.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in work}
-    for run in range(runs + 1):
+    for _ in range(runs):
         for name, function in work.items():
+            function()
             start = time.perf_counter()
             function()
-            elapsed = time.perf_counter() - start
-            if run:  # the first round compiles and touches memory
-                seconds[name].append(elapsed)
+            seconds[name].append(time.perf_counter() - start)
     return seconds
 
 

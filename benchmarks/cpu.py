@@ -1,6 +1,6 @@
 """CPU kernels beside a memory copy and pi-quant, in one interleaved run.
 
-    python -m benchmarks.cpu [--numel 67108864] [--runs 21] [--save]
+    python -m benchmarks.cpu [--numel 67108864] [--runs 41] [--save]
 
 Every row is the median over runs taken in turns. `encode` makes the whole wire into an existing
 buffer; `decode` adds onto an existing tensor (dither included for dqsg).
@@ -98,7 +98,7 @@ def main() -> None:
     """Measure, print, and save if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, default=1 << 26)
-    parser.add_argument("--runs", type=int, default=21)
+    parser.add_argument("--runs", type=int, default=41)
     parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     rows = measure(options.numel, options.runs)
