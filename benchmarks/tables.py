@@ -1,4 +1,4 @@
-"""docs/benchmarks.md from the rows under benchmarks/results.
+"""docs/benchmarks.md, and the README's table, from the rows under benchmarks/results.
 
 python -m benchmarks.tables
 """
@@ -12,6 +12,16 @@ from typing import Any
 from benchmarks._rows import RESULTS
 
 DOC = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+README = Path(__file__).parent.parent / "README.md"
+
+_START, _END = "<!-- kernels -->", "<!-- end -->"
+_SHOWN = (
+    "qsgd:bits=4,block=512",
+    "dqsg:bits=2,block=512",
+    "dqsg:bits=4,block=512",
+    "dqsg:bits=8,block=512",
+    "global:bits=8",
+)
 
 
 def page() -> str:
@@ -75,5 +85,33 @@ def _gpu(dtype: str) -> str:
     return "\n".join(lines)
 
 
+def readme() -> str:
+    """The README with its table of kernels made anew."""
+    before, rest = README.read_text().split(_START)
+    return before + _START + "\n" + _summary() + "\n" + _END + rest.split(_END)[1]
+
+
+def _summary() -> str:
+    cpu = {row["name"]: row["per_copy"] for row in _load("cpu")["rows"]}
+    gpu = {
+        (row["codec"], row["dtype"], row["name"]): row["share"]
+        for row in _load("gpu")["rows"]
+        if "codec" in row
+    }
+    lines = [
+        "| encode / decode-add | CPU: time over a memory copy | H200: share of a copy's bandwidth | "
+        "H200, bfloat16 |",
+        "|---|---|---|---|",
+    ]
+    for spec in _SHOWN:
+        cells = [f"{cpu[f'encode {spec}']:.2f} / {cpu[f'decode {spec}']:.2f}"]
+        for dtype in ("float32", "bfloat16"):
+            encode, decode = (gpu[spec, dtype, name] for name in ("encode", "decode-add"))
+            cells.append(f"{encode:.0%} / {decode:.0%}")
+        lines.append(f"| `{spec}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     DOC.write_text(page())
+    README.write_text(readme())
