@@ -99,8 +99,8 @@ def _summary() -> str:
         if "codec" in row
     }
     lines = [
-        "| encode / decode-add | CPU: time over a memory copy | H200: share of a copy's bandwidth | "
-        "H200, bfloat16 |",
+        "| encode / decode-add | CPU: time over a memory copy | "
+        "H200: share of a copy's bandwidth | H200, bfloat16 |",
         "|---|---|---|---|",
     ]
     for spec in _SHOWN:
