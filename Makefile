@@ -17,13 +17,9 @@ venv: $(STAMP) ## Create or update .venv
 demo: $(STAMP) ## Codecs on the gradients of a small network: bits, error, speed
 	$(BIN)/python examples/digits_codecs.py
 
-# The cap keeps oneDNN off instructions that some virtual machines announce and do not have. Numba
-# keeps compiled kernels by the file of the outermost function, so a change in a file that is
-# compiled into another would go unseen: the cache goes by the sources as a whole.
+# The cap keeps oneDNN off instructions that some virtual machines announce and do not have.
 test: lint ## Lint, then run all tests
-	ONEDNN_MAX_CPU_ISA=AVX512_CORE \
-	NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba/$$(cat src/laconic/kernels/_numba/*.py src/laconic/kernels/_layout.py | cksum | cut -d' ' -f1) \
-	$(BIN)/python -m pytest -q
+	ONEDNN_MAX_CPU_ISA=AVX512_CORE $(BIN)/python -m pytest -q
 
 bench: $(STAMP) ## Measure the CPU kernels against a memory copy
 	$(BIN)/python -m benchmarks.cpu --save

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -905,6 +906,18 @@ def test_reduce_keeps_a_scale_that_is_not_finite(bad: str, target: str) -> None:
     )
     out = {"new": None, "a": a.data, "b": b.data}[target]
     assert codec.decode(codec.reduce(a, b, lc.Key(phase=1), out=out)).isnan().all()
+
+
+def test_reduce_draws_from_its_own_key_only() -> None:
+    """The draws that encoded a or b would bias the sum."""
+    codec = lc.GlobalExp()
+    a, b = (
+        codec.encode(gaussian(1000, seed=i), lc.Key(rank=i), norm=9.0, workers=2) for i in (0, 1)
+    )
+    first, second = (codec.reduce(a, b, lc.Key(phase=phase)) for phase in (1, 2))
+    assert not torch.equal(first.data, second.data)
+    other = replace(a, key=lc.Key(seed=99))
+    assert_same_bits(codec.reduce(other, b, lc.Key(phase=1)).data, first.data)
 
 
 def test_reduce_refuses_wires_that_do_not_fit() -> None:

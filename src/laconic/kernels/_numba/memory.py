@@ -8,6 +8,9 @@ conversion.
 
 from __future__ import annotations
 
+import zlib
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +20,37 @@ from numba import njit, types
 from numba.core.cgutils import alloca_once
 from numba.extending import intrinsic
 
+from laconic.kernels import _layout
 from laconic.kernels._layout import GROUP
 
-kernel = njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
-reassociating = njit(
-    nogil=True, cache=True, error_model="numpy", boundscheck=False, fastmath={"reassoc"}
-)
+_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+
+
+def _sources() -> int:
+    """A check sum of everything that is compiled into kernels."""
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(_layout.__file__)]
+    return zlib.crc32(b"".join(file.read_bytes() for file in files))
+
+
+_STAMP = _sources()
+
+
+def _compiled(function: Any, **options: Any) -> Any:
+    """Compile on first use, and keep the result between processes.
+
+    Numba looks for changes only in the file of the outermost function; a change in a file that is
+    compiled into it would go unseen, and ranks would disagree. So the stamp covers all of them.
+    """
+    result = njit(cache=True, **_OPTIONS, **options)(function)
+    try:
+        result._cache._cache_file._source_stamp = _STAMP
+    except AttributeError:  # another Numba keeps it elsewhere: rather compile every time
+        result = njit(**_OPTIONS, **options)(function)
+    return result
+
+
+kernel = _compiled
+reassociating = partial(_compiled, fastmath={"reassoc"})
 
 i32, u8, u32, f32 = np.int32, np.uint8, np.uint32, np.float32
 
