@@ -932,3 +932,19 @@ def test_reduce_refuses_wires_that_do_not_fit() -> None:
     ):
         with pytest.raises(lc.WireError, match="equal settings"):
             codec.reduce(a, b, lc.Key(phase=1))
+
+
+@pytest.mark.parametrize("spec", ["none", "fp16", "bf16", "global:bits=8", "global:bits=4"])
+def test_a_sum_that_cannot_be_one_raises(spec: str) -> None:
+    codec = lc.codec(spec)
+    norm = 1.0 if spec.startswith("global") else None
+    wire = codec.encode(torch.ones(300), lc.Key(), norm=norm, workers=2)
+    for payload, keys in ((wire.payload, []), (wire.payload[:-1], [lc.Key()] * 2)):
+        with pytest.raises(ValueError, match="sum"):
+            codec.decode_sum(payload, keys, norm=norm, shape=(300,))
+
+
+def test_topk_of_halves_stays_finite_where_the_norm_does_not_fit() -> None:
+    x = torch.full((400,), 60000.0, dtype=torch.float16)
+    y = lc.codec("qsgd-topk").decode(lc.codec("qsgd-topk").encode(x, lc.Key()))
+    assert y.isfinite().all() and y.max() == torch.finfo(torch.float16).max

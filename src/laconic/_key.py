@@ -7,12 +7,14 @@ Nothing is stateful, so a receiver can regenerate a sender's dither, and a run t
 step t draws what it would have drawn. The 64-bit part runs once per encode, on the host. The
 32-bit part runs per element, in every kernel:
 
-    h = p + k0;  h ^= h >> 16;  h *= 0x7feb352d;  h ^= h >> 15
-    h ^= k1;     h *= 0x846ca68b;  h ^= h >> 16
+    h = p·0x9e3779b1 + k0;  h ^= h >> 16;  h *= 0x7feb352d;  h ^= h >> 15
+    h ^= k1;                h *= 0x846ca68b;  h ^= h >> 16
 
-(k0, k1) are the halves of the stream. The multipliers and shifts are the two-round mix that
-C. Wellons found by search (public domain, "hash prospector", bias 0.17); k1 enters between the
-rounds so that two streams are not shifted copies of each other.
+(k0, k1) are the halves of the stream. The rounds are the two-round mix that C. Wellons found by
+search (public domain, "hash prospector"); k1 enters between them so that two streams are not
+shifted copies of each other. On the plain counter the two rounds are not enough: draws 32, 128 or
+1024 apart are visibly dependent in 2^20 pairs. Stepping by the golden ratio (a Weyl sequence)
+repairs that as well as a third round does, and costs nothing: one multiply-add in place of the add.
 
 One 32-bit draw serves two elements, 16 bits each: element j of a group of 128 takes the low
 half of draw j, element j + 64 the high half (see `kernels/_layout.py`).

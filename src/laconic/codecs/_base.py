@@ -193,6 +193,16 @@ def output(
     return out.detach()
 
 
+def check_sum(name: str, payload: Tensor, count: int, keys: Sequence[Key]) -> None:
+    """ValueError unless payload can be the sum of len(keys) payloads of `count` entries."""
+    if not len(keys):
+        raise ValueError(f"{name}: a sum has workers: give their keys, one each")
+    if payload.numel() != count or not payload.is_contiguous():
+        raise ValueError(
+            f"{name}: the sum is a contiguous tensor of {count} entries, not {payload.numel()}"
+        )
+
+
 def _buffer(out: Tensor | None, size: int, device: torch.device) -> Tensor:
     if out is None:
         return torch.empty(size, dtype=torch.uint8, device=device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laconic._key import Key
 from laconic._wire import Header, Wire
-from laconic.codecs._base import Codec, Into, output
+from laconic.codecs._base import Codec, Into, check_sum, output
 from laconic.codecs._linear import no_norm
 from laconic.kernels import backend
 
@@ -45,6 +45,7 @@ class _Cast(Codec):
         no_norm(self.name, norm)
         shape = payload.shape if shape is None else torch.Size(shape)
         target = output(out, shape, dtype, payload.device, add)
+        check_sum(self.name, payload, target.numel(), keys)
         divisor = 1 if payload.dtype == torch.float16 else len(keys)
         if target.numel():
             backend(payload.device).accumulate(

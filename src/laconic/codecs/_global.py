@@ -13,7 +13,7 @@ from torch import Tensor
 
 from laconic._key import Key
 from laconic._wire import Header, Wire
-from laconic.codecs._base import Codec, Into, output
+from laconic.codecs._base import Codec, Into, check_sum, output
 from laconic.codecs._linear import body_bytes, is_integer, read, sections, write
 from laconic.codecs._norms import as_scale, global_norm, local_norm, parse_norm, shared_scale
 from laconic.codecs._qsgd import max_norm_bound
@@ -117,7 +117,12 @@ class Global(Codec):
         add: bool = False,
         weight: float = 1.0,
     ) -> Tensor:
-        """The mean over workers from the integer sum; `norm` is the one they encoded with."""
+        """The mean over workers from the integer sum.
+
+        `norm` is the one that all of them encoded with, from `global_norm` of every worker's
+        `local_norm`: only so does a value that is not finite show here, because the sum of codes
+        cannot carry it.
+        """
         if norm is None:
             raise TypeError("global decodes a sum with the scale it was encoded with: give norm=")
         if shape is None:
@@ -128,11 +133,7 @@ class Global(Codec):
         if payload.dtype != _PAYLOADS[self.bits]:
             raise TypeError(f"{self} adds up {_PAYLOADS[self.bits]}, not {payload.dtype}")
         count = packed_bytes(target.numel(), 4) if self.bits == 4 else target.numel()
-        if payload.numel() != count or not payload.is_contiguous():
-            raise ValueError(
-                f"a sum of {target.numel()} values at {self.bits} bits is a contiguous tensor of "
-                f"{count}, not {payload.numel()}"
-            )
+        check_sum(self.name, payload, count, keys)
         if target.numel():
             workers = len(keys)
             levels = self.levels_for(workers)

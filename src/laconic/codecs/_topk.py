@@ -76,7 +76,8 @@ class QSGDTopK(Codec):
         scale, slots = _sections(body)
         index = torch.where(slots < 0, -slots - 1, slots)
         used = (slots != _EMPTY) & (index < wire.header.numel)
-        value = torch.where(slots < 0, -scale, scale) * into.weight
+        bound = torch.finfo(into.out.dtype).max  # the norm may be too large for a 16-bit value
+        value = (torch.where(slots < 0, -scale, scale) * into.weight).clamp(-bound, bound)
         if not into.add:
             into.out.zero_()
         value = torch.where(used, value, 0.0).to(into.out.dtype)

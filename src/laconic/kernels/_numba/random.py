@@ -10,7 +10,7 @@ from laconic.kernels._numba.memory import kernel, u32
 @kernel
 def mix(p: np.uint32, k0: np.uint32, k1: np.uint32) -> np.uint32:
     """Draw p of stream (k0, k1)."""
-    h = u32(p + k0)
+    h = u32(u32(p * u32(0x9E3779B1)) + k0)
     h = u32(h ^ (h >> u32(16)))
     h = u32(h * u32(0x7FEB352D))
     h = u32(h ^ (h >> u32(15)))

@@ -13,7 +13,7 @@ _MASK = 0xFFFFFFFF
 
 def draws(stream: Stream, count: int, device: torch.device) -> Tensor:
     """The 32-bit draws 0 .. count-1 of a stream, as int64."""
-    h = (torch.arange(count, device=device) + stream.k0) & _MASK
+    h = (torch.arange(count, device=device) * 0x9E3779B1 + stream.k0) & _MASK
     h ^= h >> 16
     h = (h * 0x7FEB352D) & _MASK
     h ^= h >> 15

@@ -202,9 +202,6 @@ def _natural_reduce(
     e = group * 128 + lane % 64
     c, d = unpack2(a, base, group, lane, left, BITS)
     f, g = unpack2(b, base, group, lane, left, BITS)
-    p = base.to(tl.uint32) + k0.to(tl.uint32) + e.to(tl.uint32)
-    c, d = (
-        _sum(c, f, mix(p, k1.to(tl.uint32)), BITS),
-        _sum(d, g, mix(p + 64, k1.to(tl.uint32)), BITS),
-    )
+    p, k, m = base.to(tl.uint32) + e.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
+    c, d = _sum(c, f, mix(p, k, m), BITS), _sum(d, g, mix(p + 64, k, m), BITS)
     pack2(out, base, group, lane, left, c, d, BITS, ROWS, W)

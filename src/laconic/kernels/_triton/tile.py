@@ -61,9 +61,10 @@ def load2(ptr, e, left):
 
 
 @triton.jit
-def mix(p, k1):
-    """The draw of p = counter + k0; all uint32."""
-    h = p ^ (p >> 16)
+def mix(p, k0, k1):
+    """Draw p of stream (k0, k1); all uint32."""
+    h = p * 0x9E3779B1 + k0
+    h = h ^ (h >> 16)
     h = h * 0x7FEB352D
     h = h ^ (h >> 15)
     h = h ^ k1
@@ -74,8 +75,8 @@ def mix(p, k1):
 @triton.jit
 def dither2(base, group, lane, k0, k1, FRACTION: tl.constexpr):
     """The dither of the lane's values: low and high half of one draw."""
-    first = (base // 2).to(tl.uint32) + k0.to(tl.uint32)
-    h = mix(first + (group * 64 + lane % 64).to(tl.uint32), k1.to(tl.uint32))
+    p = (base // 2).to(tl.uint32) + (group * 64 + lane % 64).to(tl.uint32)
+    h = mix(p, k0.to(tl.uint32), k1.to(tl.uint32))
     low = ((h & 0xFFFF) >> (16 - FRACTION)).to(tl.int32)
     return low, (h >> (32 - FRACTION)).to(tl.int32)
 
