@@ -70,15 +70,15 @@ def round_group(
 ) -> None:
     """codes[j] = ((rint(y[start+j]·times) + r) >> F) + offset, for 128 elements."""
     low, high, shift = u32(16 - fraction), u32(32 - fraction), i32(fraction)
-    adjust = u8(offset - (ROUND_BITS >> fraction))
+    adjust = i32(offset - (ROUND_BITS >> fraction))
     for j in range(64):
         h = mix(u32(p0 + u32(j)), k0, k1)
         a = bits_of(f32(f32(get(y, start + j) * times) + ROUND))
         b = bits_of(f32(f32(get(y, start + j + 64) * times) + ROUND))
         a = i32(a + i32(shr(u32(h & u32(0xFFFF)), low)))
         b = i32(b + i32(shr(h, high)))
-        store(codes, j, u8(u8(sar(a, shift)) + adjust))
-        store(codes, j + 64, u8(u8(sar(b, shift)) + adjust))
+        store(codes, j, u8(i32(sar(a, shift) + adjust)))
+        store(codes, j + 64, u8(i32(sar(b, shift) + adjust)))
 
 
 @kernel

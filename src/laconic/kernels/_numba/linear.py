@@ -174,19 +174,27 @@ def _quantize(
     y = float_scratch()
     gain = f32(limit)
     overflow = False
+    whole = block % GROUP == 0  # groups do not cross blocks
+    per = block // GROUP if whole and block else last + 1  # groups a block
+    b = first // per
+    until = first  # the group at which the next block starts
+    size = times = f32(0)
     for g in range(first, last):
         e = g * GROUP
-        if kind and e % block == 0:
-            store(scale, e // block, block_scale(x, e, min(e + block, n), kind))
-        plain = e + GROUP <= n and (block == 0 or block % GROUP == 0)
-        if plain:
-            size = load(scale, e // block if block else 0)
-            plain = size >= f32(TINY) and usable(size)
-            if plain and not kind:
-                plain = largest(x, e, e + GROUP) <= bits_of(size)
+        if whole and g == until:
+            if g > first:
+                b += 1
+            until = (b + 1) * per
+            if kind:
+                store(scale, b, block_scale(x, e, min(e + block, n), kind))
+            size = load(scale, b)
+            times = factor(size, gain)
+        plain = whole and e + GROUP <= n and size >= f32(TINY) and usable(size)
+        if plain and not kind:
+            plain = largest(x, e, e + GROUP) <= bits_of(size)
         p0 = u32(e >> 1)
         if plain:
-            round_group(x, e, factor(size, gain), codes, fraction, offset, p0, k0, k1)
+            round_group(x, e, times, codes, fraction, offset, p0, k0, k1)
         else:
             overflow |= fixed_point(x, n, scale, block, gain, e, y)
             round_group(y, 0, f32(1), codes, fraction, offset, p0, k0, k1)
@@ -231,6 +239,11 @@ def _dequantize(
     data, scale, out = pointer(data), pointer(scale), pointer(out)
     codes = code_scratch()
     y = float_scratch()
+    whole = block % GROUP == 0  # groups do not cross blocks
+    per = block // GROUP if whole and block else last + 1  # groups a block
+    b = first // per
+    until = first  # the group at which the next block starts
+    worth, plain = f32(0), False
     for g in range(first, last):
         e = g * GROUP
         if bits == 8 and e + GROUP > n:  # a sum of 8-bit codes comes without padding
@@ -238,16 +251,17 @@ def _dequantize(
                 store(codes, j, u8(load(data, e + j) ^ u8(0x80)))
         else:
             unpack(data, g * 16 * bits, codes, bits)
-        plain = e + GROUP <= n and (block == 0 or block % GROUP == 0)
-        if plain:
-            size = load(scale, e // block if block else 0)
-            # no code is worth more than 512 scales, so nothing needs clamping here
-            plain = size >= f32(TINY) and f32(size * max(abs(weight), f32(1))) < f32(
-                bound / f32(512)
-            )
-        p0 = u32(e >> 1)
-        if plain:
+        if whole and g == until:
+            if g > first:
+                b += 1
+            until = (b + 1) * per
+            size = load(scale, b)
             worth = step(size, unit, weight)
+            # no code is worth more than 512 scales, so nothing needs clamping here
+            most = f32(size * max(abs(weight), f32(1)))
+            plain = size >= f32(TINY) and most < f32(bound / f32(512))
+        p0 = u32(e >> 1)
+        if plain and e + GROUP <= n:
             values(codes, worth, offset, fraction, subtract, p0, k0, k1, out, e, add)
         else:
             values(codes, f32(1), offset, fraction, subtract, p0, k0, k1, y, 0, False)
