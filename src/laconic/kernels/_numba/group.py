@@ -62,28 +62,38 @@ def round_group(
     start: int,
     times: np.float32,
     codes: Pointer,
+    to: int,
+    bits: int,
     fraction: int,
     offset: int,
     p0: np.uint32,
     k0: np.uint32,
     k1: np.uint32,
 ) -> None:
-    """codes[j] = ((rint(y[start+j]·times) + r) >> F) + offset, for 128 elements."""
+    """Codes ((rint(y[start+j]·times) + r) >> F) + offset of 128 elements, from codes[to] on.
+
+    With bits == 4 they are packed, two to a byte; else there is a byte for each.
+    """
     low, high, shift = u32(16 - fraction), u32(32 - fraction), i32(fraction)
     adjust = i32(offset - (ROUND_BITS >> fraction))
     for j in range(64):
         h = mix(u32(p0 + u32(j)), k0, k1)
         a = bits_of(f32(f32(get(y, start + j) * times) + ROUND))
         b = bits_of(f32(f32(get(y, start + j + 64) * times) + ROUND))
-        a = i32(a + i32(shr(u32(h & u32(0xFFFF)), low)))
-        b = i32(b + i32(shr(h, high)))
-        store(codes, j, u8(i32(sar(a, shift) + adjust)))
-        store(codes, j + 64, u8(i32(sar(b, shift) + adjust)))
+        a = i32(sar(i32(a + i32(shr(u32(h & u32(0xFFFF)), low))), shift) + adjust)
+        b = i32(sar(i32(b + i32(shr(h, high))), shift) + adjust)
+        if bits == 4:
+            store(codes, to + j, u8(i32(a | i32(b << i32(4)))))
+        else:
+            store(codes, to + j, u8(a))
+            store(codes, to + j + 64, u8(b))
 
 
 @kernel
 def values(
     codes: Pointer,
+    at: int,
+    bits: int,
     worth: np.float32,
     offset: int,
     fraction: int,
@@ -95,20 +105,27 @@ def values(
     start: int,
     add: bool,
 ) -> None:
-    """out (+)= (code - offset)·worth; with subtract, of W in units of 2^-(F+1)."""
-    if not subtract:
-        for j in range(GROUP):
-            v = f32(f32(i32(i32(load(codes, j)) - i32(offset))) * worth)
-            put(out, start + j, f32(get(out, start + j) + v) if add else v)
-        return
-    shift, low, high = i32(fraction + 1), u32(16 - fraction), u32(32 - fraction)
-    base = i32(i32((1 << fraction) - 1) - i32(offset << (fraction + 1)))
+    """out (+)= (code - offset)·worth; with subtract, of W in units of 2^-(F+1).
+
+    Codes are read from codes[at] on: packed if bits == 4, two's complement if bits == 8, else a
+    byte for each.
+    """
+    second = at if bits == 4 else at + 64
+    mask, drop = i32(15 if bits == 4 else 255), i32(4 if bits == 4 else 0)
+    flip = i32(0x80 if bits == 8 else 0)
+    low, high = u32(16 - fraction), u32(32 - fraction)
+    shift = i32(fraction + 1 if subtract else 0)
+    base = i32(-offset)
+    if subtract:
+        base = i32(i32((1 << fraction) - 1) - i32(offset << (fraction + 1)))
     for j in range(64):
-        h = mix(u32(p0 + u32(j)), k0, k1)
-        a = i32(shl(i32(load(codes, j)), shift) + base)
-        b = i32(shl(i32(load(codes, j + 64)), shift) + base)
-        a = i32(a - i32(u32(shr(u32(h & u32(0xFFFF)), low) << u32(1))))
-        b = i32(b - i32(u32(shr(h, high) << u32(1))))
+        a = i32(i32(i32(load(codes, at + j)) & mask) ^ flip)
+        b = i32(sar(i32(load(codes, second + j)), drop) ^ flip)
+        a, b = i32(shl(a, shift) + base), i32(shl(b, shift) + base)
+        if subtract:
+            h = mix(u32(p0 + u32(j)), k0, k1)
+            a = i32(a - i32(u32(shr(u32(h & u32(0xFFFF)), low) << u32(1))))
+            b = i32(b - i32(u32(shr(h, high) << u32(1))))
         v, w = f32(f32(a) * worth), f32(f32(b) * worth)
         put(out, start + j, f32(get(out, start + j) + v) if add else v)
         put(out, start + j + 64, f32(get(out, start + j + 64) + w) if add else w)

@@ -22,7 +22,6 @@ from laconic.kernels._numba.memory import (
     pointer,
     put,
     store,
-    u8,
     u32,
 )
 from laconic.kernels._numba.pack import pack, unpack
@@ -79,7 +78,7 @@ def quantize(
         levels << fraction,
         fraction,
         bits,
-        code_offset(levels, bits),
+        0 if bits == 8 else code_offset(levels, bits),  # 8 bits hold q itself
         u32(stream.k0),
         u32(stream.k1),
     )
@@ -172,6 +171,9 @@ def _quantize(
     x, scale, out = pointer(x), pointer(scale), pointer(out)
     codes = code_scratch()
     y = float_scratch()
+    # codes of 4 and 8 bits go straight into the wire, others by way of a byte each
+    direct = bits == 4 or bits == 8
+    target = out if direct else codes
     gain = f32(limit)
     overflow = False
     whole = block % GROUP == 0  # groups do not cross blocks
@@ -193,12 +195,14 @@ def _quantize(
         if plain and not kind:
             plain = largest(x, e, e + GROUP) <= bits_of(size)
         p0 = u32(e >> 1)
+        to = g * 16 * bits if direct else 0
         if plain:
-            round_group(x, e, times, codes, fraction, offset, p0, k0, k1)
+            round_group(x, e, times, target, to, bits, fraction, offset, p0, k0, k1)
         else:
             overflow |= fixed_point(x, n, scale, block, gain, e, y)
-            round_group(y, 0, f32(1), codes, fraction, offset, p0, k0, k1)
-        pack(codes, out, g * 16 * bits, bits)
+            round_group(y, 0, f32(1), target, to, bits, fraction, offset, p0, k0, k1)
+        if not direct:
+            pack(codes, out, g * 16 * bits, bits)
     return overflow
 
 
@@ -246,11 +250,14 @@ def _dequantize(
     worth, plain = f32(0), False
     for g in range(first, last):
         e = g * GROUP
+        source, at = data, g * 16 * bits
         if bits == 8 and e + GROUP > n:  # a sum of 8-bit codes comes without padding
             for j in range(n - e):
-                store(codes, j, u8(load(data, e + j) ^ u8(0x80)))
-        else:
-            unpack(data, g * 16 * bits, codes, bits)
+                store(codes, j, load(data, e + j))
+            source, at = codes, 0
+        elif bits != 4 and bits != 8:
+            unpack(data, at, codes, bits)
+            source, at = codes, 0
         if whole and g == until:
             if g > first:
                 b += 1
@@ -262,9 +269,9 @@ def _dequantize(
             plain = size >= f32(TINY) and most < f32(bound / f32(512))
         p0 = u32(e >> 1)
         if plain and e + GROUP <= n:
-            values(codes, worth, offset, fraction, subtract, p0, k0, k1, out, e, add)
+            values(source, at, bits, worth, offset, fraction, subtract, p0, k0, k1, out, e, add)
         else:
-            values(codes, f32(1), offset, fraction, subtract, p0, k0, k1, y, 0, False)
+            values(source, at, bits, f32(1), offset, fraction, subtract, p0, k0, k1, y, 0, False)
             count = min(GROUP, n - e)
             per_element(y, scale, block, e, count, unit, weight, bound)
             emit(y, out, e, count, add)
