@@ -6,6 +6,7 @@ import itertools
 import struct
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -296,3 +297,22 @@ def test_an_altered_body_never_crashes(spec: str, seed: int) -> None:
     body = torch.randint(0, 256, (wire.nbytes - 64,), generator=generator).to(torch.uint8)
     y = decode(codec, parse(torch.cat([wire.data[:64], body])), x)
     assert y.shape == x.shape
+
+
+@pytest.mark.parametrize("spec", lc.codecs())
+def test_a_wire_made_by_hand_with_too_few_bytes_raises(spec: str) -> None:
+    """`Wire` is a public class: its bytes may be fewer than its header says."""
+    codec, x = lc.codec(spec), gaussian(COUNT)
+    wire = codec.encode(x, lc.Key())
+    short = replace(wire, data=wire.data[:-1])
+    with pytest.raises(lc.WireError, match="should have"):
+        decode(codec, short, x)
+
+
+def test_reduce_refuses_short_wires_and_buffers() -> None:
+    codec = lc.GlobalExp()
+    a, b = (codec.encode(gaussian(300), lc.Key(rank=i), norm=9.0, workers=2) for i in range(2))
+    with pytest.raises(lc.WireError, match="should have"):
+        codec.reduce(a, replace(b, data=b.data[:-1]), lc.Key(phase=1))
+    with pytest.raises(ValueError, match="out must"):
+        codec.reduce(a, b, lc.Key(phase=1), out=torch.empty(100, dtype=torch.uint8))

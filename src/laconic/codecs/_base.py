@@ -62,7 +62,7 @@ class Codec(ABC):
             raise ConfigError(f"workers must be a positive integer, not {workers!r}")
         header, head = _header_of(self, flat.numel(), x.dtype, workers)
         kept = isinstance(out, Wire) and out.header == header
-        data = _buffer(out.data if isinstance(out, Wire) else out, header.nbytes, flat.device)
+        data = buffer(out.data if isinstance(out, Wire) else out, header.nbytes, flat.device)
         if not kept:
             data[:HEADER_BYTES].copy_(header_tensor(head, flat.device))
         if flat.numel():
@@ -102,6 +102,10 @@ class Codec(ABC):
             raise WireError(
                 f"this wire was not written by {self}: decode it with the codec, settings and "
                 "shape that encoded it"
+            )
+        if wire.data.numel() < wire.header.nbytes:
+            raise WireError(
+                f"the wire should have {wire.header.nbytes} bytes, but has {wire.data.numel()}"
             )
 
     def decode_sum(
@@ -203,7 +207,8 @@ def check_sum(name: str, payload: Tensor, count: int, keys: Sequence[Key]) -> No
         )
 
 
-def _buffer(out: Tensor | None, size: int, device: torch.device) -> Tensor:
+def buffer(out: Tensor | None, size: int, device: torch.device) -> Tensor:
+    """`out`, checked, or a new buffer of `size` bytes."""
     if out is None:
         return torch.empty(size, dtype=torch.uint8, device=device)
     if out.dtype != torch.uint8 or out.dim() != 1 or not out.is_contiguous():

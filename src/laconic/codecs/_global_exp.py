@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laconic._key import Key
 from laconic._wire import HEADER_BYTES, Header, Wire
-from laconic.codecs._base import Codec, Into
+from laconic.codecs._base import Codec, Into, buffer
 from laconic.codecs._linear import body_bytes, is_integer, sections
 from laconic.codecs._norms import global_norm, local_norm, shared_scale
 from laconic.errors import ConfigError, WireError
@@ -88,10 +88,11 @@ class GlobalExp(Codec):
         `key` must be fresh: a draw that encoded a or b would bias the sum. `out` (uint8) takes
         the result; it may be a.data or b.data.
         """
+        if a.header != b.header or a.data.device != b.data.device:
+            raise WireError("reduce adds two wires of equal settings, on one device")
         self._check(a)
-        if a.header != b.header:
-            raise WireError("reduce adds two wires that this codec encoded with equal settings")
-        data = torch.empty_like(a.data) if out is None else out[: a.nbytes]
+        self._check(b)
+        data = buffer(out, a.nbytes, a.data.device)
         data[:HEADER_BYTES].copy_(a.data[:HEADER_BYTES])
         if a.header.numel:
             (first, x), (second, y), (scale, z) = (
