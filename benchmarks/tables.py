@@ -43,7 +43,9 @@ pi-quant rounds to nearest with one scale, which it is given here (finding it ta
 
 `python -m benchmarks.gpu --save`, {_machine("gpu")}. 2^26 values. The share is the bandwidth
 reached over that of a device copy, every byte read and written counted once; `tensor` and `ndqsg`
-read the input twice, for the scale. Times are of captured graphs, so nothing waits for the host.
+read the input twice, for the scale. Shares above 100% are real: encoding mostly reads, and reading
+is faster than a copy's half reading, half writing. Times are of captured graphs, so nothing waits
+for the host.
 
 {_gpu("float32")}
 
