@@ -52,9 +52,10 @@ class Codec(ABC):
     ) -> Wire:
         """Encode x into one uint8 tensor on its device, `out` if given.
 
-        `norm` (for global codecs) is the scale that all workers share and `workers` the number
-        of wires that will be added. `out` may be the wire of an earlier encode: its header, if
-        equal, is not written again. Encoding never waits for the device.
+        `norm` (for global codecs) is the scale that all workers share. `workers` is the number of
+        wires that will be added; give it to every wire of a sum, because `decode_sum` counts on
+        it and the sum itself does not say. `out` may be the wire of an earlier encode: its header,
+        if equal, is not written again. Encoding never waits for the device.
         """
         flat = flat_input(x)
         workers = 1 if workers is None else workers
@@ -122,7 +123,8 @@ class Codec(ABC):
     ) -> Tensor:
         """The mean over workers, decoded from the sum of their payloads.
 
-        `keys` are the workers' keys, one each, as they encoded; `norm` is the shared scale.
+        `keys` are the workers' keys, one each, as they encoded with workers=len(keys); `norm` is
+        the shared scale.
         """
         raise TypeError(f"wires of {self.name} cannot be summed; decode each and add")
 

@@ -72,13 +72,17 @@ def no_norm(name: str, norm: object) -> None:
 
 def body_bytes(numel: int, block: int, bits: int) -> int:
     """Length of codes and scales."""
-    codes = 4 * numel if bits == 32 else packed_bytes(numel, bits)
-    return codes + 4 * blocks(numel, block)
+    return _code_bytes(numel, bits) + 4 * blocks(numel, block)
+
+
+def _code_bytes(numel: int, bits: int) -> int:
+    """Length of codes: packed in groups, or an int32 each."""
+    return 4 * numel if bits == 32 else packed_bytes(numel, bits)
 
 
 def sections(body: Tensor, header: Header) -> tuple[Tensor, Tensor]:
     """Scales (fp32) and codes (bytes, or int32 at 32 bits) as views of the body."""
-    size = 4 * header.numel if header.bits == 32 else packed_bytes(header.numel, header.bits)
+    size = _code_bytes(header.numel, header.bits)
     codes = body[:size]
     scales = body[size : size + 4 * blocks(header.numel, header.block)]
     return scales.view(torch.float32), codes.view(torch.int32) if header.bits == 32 else codes

@@ -64,7 +64,7 @@ def global_norm(norms: Tensor, p: float) -> Tensor:
 
 
 def as_scale(norm: Tensor | float, device: torch.device) -> Tensor:
-    """A shared scale as one fp32 value on the device, without waiting for the device."""
+    """A shared scale as one fp32 value on the device; no wait if it is there or a number."""
     if isinstance(norm, Tensor):
         if norm.numel() != 1:
             raise ValueError(f"norm must be one number, not {norm.numel()}")
