@@ -1,4 +1,4 @@
-"""Wire format 1: a 64-byte header, then codes, then scales, in one uint8 tensor (docs/wire.md)."""
+"""Wire format 1: a 64-byte header and a body, in one uint8 tensor (docs/wire.md)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from laconic._key import Key
 from laconic.errors import WireError
+from laconic.kernels._coding import table
 from laconic.kernels._layout import packed_bytes
 
 MAGIC = b"LCNC"
@@ -24,15 +25,20 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PAYLOAD_DTYPES = (None, *DTYPES, torch.int8, torch.uint8, torch.int32)
 
 # magic, version, codec, dtype, bits | count | block, levels, workers | norm, payload dtype,
-# ratio | alpha | inner and outer norm | body bytes | four zeros, crc of all before
-_LAYOUT = struct.Struct("<4sBBBBQIIIBBHdffQ4x")
+# ratio | alpha | inner and outer norm | body bytes | coder, form, segments, crc of all before
+_LAYOUT = struct.Struct("<4sBBBBQIIIBBHdffQBBH")
 _CRC = struct.Struct("<I")
 assert _LAYOUT.size + _CRC.size == HEADER_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a wire says of itself. Fields that a codec does not use are zero."""
+    """What a wire says of itself. Fields that a codec does not use are zero.
+
+    With a coder the wire's length varies: `body_bytes` counts the body up to its chunks, the last
+    entry of `ends` tells the rest. Of `segments` (lengths, known to both sides) only the number
+    travels; none means one segment.
+    """
 
     codec: int
     dtype: torch.dtype
@@ -48,11 +54,19 @@ class Header:
     alpha: float = 0.0
     inner: float = 0.0
     outer: float = 0.0
+    coder: int = 0
+    form: int = 0
+    segments: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Length of the whole wire."""
+        """Length of the whole wire; of the part before the chunks, if it has a coder."""
         return HEADER_BYTES + self.body_bytes
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Lengths of the segments."""
+        return self.segments or ((self.numel,) if self.numel else ())
 
     def pack(self) -> bytes:
         """The 64 bytes."""
@@ -73,11 +87,14 @@ class Header:
             self.inner,
             self.outer,
             self.body_bytes,
+            self.coder,
+            self.form,
+            len(self.segments),
         )
         return head + _CRC.pack(zlib.crc32(head))
 
     @staticmethod
-    def unpack(head: bytes) -> Header:
+    def unpack(head: bytes, segments: tuple[int, ...] = ()) -> Header:
         """Read 64 bytes; WireError unless they are a header of this version, unaltered."""
         if len(head) < HEADER_BYTES:
             raise WireError(f"a wire has a header of {HEADER_BYTES} bytes; {len(head)} bytes came")
@@ -95,6 +112,10 @@ class Header:
             raise WireError("the wire's header names a dtype that this laconic does not know")
         if part[8] < 1:
             raise WireError("the wire's header counts no workers")
+        if part[18] != len(segments):
+            raise WireError(
+                f"the wire has {part[18] or 'no'} segments, {len(segments) or 'none'} were expected"
+            )
         return Header(
             codec=part[2],
             dtype=DTYPES[part[3]],
@@ -110,21 +131,34 @@ class Header:
             inner=part[13],
             outer=part[14],
             body_bytes=part[15],
+            coder=part[16],
+            form=part[17],
+            segments=segments,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """One encoded tensor: `data` is what travels, the rest both sides know."""
+    """One encoded tensor: `data` is what travels, the rest both sides know.
 
-    data: Tensor = field(repr=False)
+    `buffer` starts with the data; where the length varies it may be longer.
+    """
+
+    buffer: Tensor = field(repr=False)
     key: Key
     shape: torch.Size
     dtype: torch.dtype
     header: Header = field(repr=False)
 
     @staticmethod
-    def parse(data: Tensor, *, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Wire:
+    def parse(
+        data: Tensor,
+        *,
+        key: Key,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        segments: Sequence[int] | None = None,
+    ) -> Wire:
         """Check received bytes and wrap them.
 
         Reads the header on the host: on a CUDA tensor this waits for the device. Bytes that do
@@ -132,21 +166,37 @@ class Wire:
         """
         if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
             raise WireError("a wire is a contiguous uint8 tensor of one dimension")
-        header = Header.unpack(bytes(data[:HEADER_BYTES].tolist()))
-        if data.numel() != header.nbytes:
-            raise WireError(f"the wire should have {header.nbytes} bytes, but has {data.numel()}")
-        if header.numel != math.prod(shape):
+        parts = tuple(segments or ())
+        header = Header.unpack(bytes(data[:HEADER_BYTES].tolist()), parts)
+        if header.numel != math.prod(shape) or (parts and sum(parts) != header.numel):
             raise WireError(f"the wire holds {header.numel} values; shape {tuple(shape)} does not")
         if header.dtype != dtype:
             raise WireError(f"the wire holds {header.dtype}, not {dtype}")
+        if data.numel() < header.nbytes:
+            raise WireError(f"the wire should have {header.nbytes} bytes, but has {data.numel()}")
         if data.data_ptr() % ALIGN or data.storage_offset() % ALIGN:
             data = data.clone()
-        return Wire(data=data, key=key, shape=torch.Size(shape), dtype=dtype, header=header)
+        wire = Wire(buffer=data, key=key, shape=torch.Size(shape), dtype=dtype, header=header)
+        if data.numel() != wire.nbytes:
+            raise WireError(f"the wire should have {wire.nbytes} bytes, but has {data.numel()}")
+        return wire
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        """Bytes that travel, header included."""
-        return self.header.nbytes
+        """Bytes that travel, header included. Where the length varies, CUDA is waited for."""
+        if not self.header.coder or not self.header.numel:
+            return self.header.nbytes
+        chunks = table(self.header.parts).chunks
+        last = self.header.nbytes - 4 * chunks - 4  # of ends, which checks follow
+        if last < HEADER_BYTES:
+            raise WireError("the wire's header leaves no room for the table of its chunks")
+        words = int(self.buffer[last : last + 4].view(torch.int32)) & 0xFFFFFFFF
+        return self.header.nbytes + 4 * words
+
+    @cached_property
+    def data(self) -> Tensor:
+        """The bytes that travel."""
+        return self.buffer[: self.nbytes]
 
     @property
     def payload(self) -> Tensor:
@@ -160,7 +210,7 @@ class Wire:
         size = self.header.numel * dtype.itemsize
         if dtype == torch.uint8:  # several codes to a byte
             size = packed_bytes(self.header.numel, self.header.bits)
-        return self.data[HEADER_BYTES : HEADER_BYTES + size].view(dtype)
+        return self.buffer[HEADER_BYTES : HEADER_BYTES + size].view(dtype)
 
 
 @lru_cache(maxsize=4096)

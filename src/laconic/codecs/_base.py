@@ -17,6 +17,7 @@ from laconic._wire import ALIGN, DTYPES, HEADER_BYTES, Header, Wire, header_tens
 from laconic.errors import ConfigError, WireError
 
 MAX_NUMEL = (1 << 32) - 1  # draws are counted in 32 bits
+MAX_SEGMENTS = (1 << 16) - 1
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Codec(ABC):
     id: ClassVar[int]
     unbiased: ClassVar[bool]
     summable: ClassVar[bool] = False
+    segmented: ClassVar[bool] = False  # has one step a tensor: encode takes segments=
 
     def encode(
         self,
@@ -49,26 +51,31 @@ class Codec(ABC):
         norm: Tensor | float | None = None,
         workers: int | None = None,
         out: Tensor | Wire | None = None,
+        segments: Sequence[int] | None = None,
     ) -> Wire:
         """Encode x into one uint8 tensor on its device, `out` if given.
 
         `norm` (for global codecs) is the scale that all workers share. `workers` is the number of
         wires that will be added; give it to every wire of a sum, because `decode_sum` counts on
         it and the sum itself does not say. `out` may be the wire of an earlier encode: its header,
-        if equal, is not written again. Encoding never waits for the device.
+        if equal, is not written again. `segments` are the lengths of the tensors that x is made
+        of, where a codec has one step a tensor (ecdq); others do not look at it. Encoding never
+        waits for the device.
         """
         flat = flat_input(x)
         workers = 1 if workers is None else workers
         if not isinstance(workers, int) or workers < 1:
             raise ConfigError(f"workers must be a positive integer, not {workers!r}")
-        header, head = _header_of(self, flat.numel(), x.dtype, workers)
+        parts = self._parts(flat.numel(), segments)
+        header, head = _header_of(self, flat.numel(), x.dtype, workers, parts)
         kept = isinstance(out, Wire) and out.header == header
-        data = buffer(out.data if isinstance(out, Wire) else out, header.nbytes, flat.device)
+        size = HEADER_BYTES + self._room(header)
+        data = buffer(out.buffer if isinstance(out, Wire) else out, size, flat.device)
         if not kept:
             data[:HEADER_BYTES].copy_(header_tensor(head, flat.device))
         if flat.numel():
             self._write(flat, key, data[HEADER_BYTES:], header, norm)
-        return Wire(data=data, key=key, shape=x.shape, dtype=x.dtype, header=header)
+        return Wire(buffer=data, key=key, shape=x.shape, dtype=x.dtype, header=header)
 
     def decode(
         self,
@@ -86,9 +93,10 @@ class Codec(ABC):
         that gets 1 for each check that disagrees. Decoding never waits for the device.
         """
         self._check(wire)
-        target = output(out, wire.shape, wire.dtype, wire.data.device, add)
+        target = output(out, wire.shape, wire.dtype, wire.buffer.device, add)
         if target.numel():
-            body = wire.data[HEADER_BYTES : wire.header.nbytes]
+            end = None if wire.header.coder else wire.header.nbytes
+            body = wire.buffer[HEADER_BYTES:end]
             into = Into(target.view(-1), add, float(weight), side, failed)
             self._read(wire, body, into)
         return target
@@ -96,7 +104,10 @@ class Codec(ABC):
     def _check(self, wire: Wire) -> None:
         """WireError unless this codec could have written the wire's header."""
         try:
-            expected, _ = _header_of(self, wire.header.numel, wire.dtype, wire.header.workers)
+            header = wire.header
+            expected, _ = _header_of(
+                self, header.numel, wire.dtype, header.workers, header.segments
+            )
         except ConfigError:  # it says more workers than this codec can serve
             expected = None
         if wire.header != expected:
@@ -104,9 +115,9 @@ class Codec(ABC):
                 f"this wire was not written by {self}: decode it with the codec, settings and "
                 "shape that encoded it"
             )
-        if wire.data.numel() < wire.header.nbytes:
+        if wire.buffer.numel() < wire.header.nbytes:
             raise WireError(
-                f"the wire should have {wire.header.nbytes} bytes, but has {wire.data.numel()}"
+                f"the wire should have {wire.header.nbytes} bytes, but has {wire.buffer.numel()}"
             )
 
     def decode_sum(
@@ -129,16 +140,33 @@ class Codec(ABC):
         raise TypeError(f"wires of {self.name} cannot be summed; decode each and add")
 
     def nbytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        """Length of the wire of `numel` values (exact here; an upper bound where it varies)."""
-        return _header_of(self, numel, dtype, 1)[0].nbytes
+        """Length of the wire of `numel` values; with a coder, what it never exceeds."""
+        return HEADER_BYTES + self._room(_header_of(self, numel, dtype, 1, ())[0])
 
     @abstractmethod
     def variance_bound(self, d: int) -> float | None:
         """Bound on E‖Q(v) - v‖² / ‖v‖² over all v of d values, or None if there is none."""
 
     @abstractmethod
-    def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
+    def _header(
+        self, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
+    ) -> Header:
         """The header of a wire: its lengths and settings."""
+
+    def _room(self, header: Header) -> int:
+        """Bytes that the body may need."""
+        return header.body_bytes
+
+    def _parts(self, numel: int, segments: Sequence[int] | None) -> tuple[int, ...]:
+        """The segments that the header keeps: none, unless the codec is segmented."""
+        if not self.segmented or segments is None or len(segments) < 2:
+            return ()
+        parts = tuple(segments)
+        if sum(parts) != numel or min(parts) < 1:
+            raise ValueError(f"segments must be positive and add up to {numel}, not {parts}")
+        if len(parts) > MAX_SEGMENTS:
+            raise ValueError(f"a wire may have {MAX_SEGMENTS} segments, not {len(parts)}: split")
+        return parts
 
     @abstractmethod
     def _write(
@@ -165,8 +193,10 @@ class Codec(ABC):
 
 
 @lru_cache(maxsize=4096)
-def _header_of(codec: Codec, numel: int, dtype: torch.dtype, workers: int) -> tuple[Header, bytes]:
-    header = codec._header(numel, dtype, workers)
+def _header_of(
+    codec: Codec, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
+) -> tuple[Header, bytes]:
+    header = codec._header(numel, dtype, workers, segments)
     return header, header.pack()
 
 

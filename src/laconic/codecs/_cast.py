@@ -53,7 +53,9 @@ class _Cast(Codec):
             )
         return target
 
-    def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
+    def _header(
+        self, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
+    ) -> Header:
         sent = self._sent or dtype
         return Header(
             codec=self.id,

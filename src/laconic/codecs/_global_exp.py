@@ -101,9 +101,11 @@ class GlobalExp(Codec):
             # a scale that is not finite in either stays so
             torch.maximum(first, second, out=scale)
             backend(data.device).natural_reduce(x, y, z, stream=key.stream(), bits=self.bits)
-        return Wire(data=data, key=key, shape=a.shape, dtype=a.dtype, header=a.header)
+        return Wire(buffer=data, key=key, shape=a.shape, dtype=a.dtype, header=a.header)
 
-    def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
+    def _header(
+        self, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
+    ) -> Header:
         return Header(
             codec=self.id,
             dtype=dtype,

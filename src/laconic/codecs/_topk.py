@@ -49,7 +49,9 @@ class QSGDTopK(Codec):
     def variance_bound(self, d: int) -> float | None:
         return None
 
-    def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
+    def _header(
+        self, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
+    ) -> Header:
         return Header(
             codec=self.id,
             dtype=dtype,
