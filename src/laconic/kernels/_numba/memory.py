@@ -20,7 +20,6 @@ from numba import njit, types
 from numba.core.cgutils import alloca_once
 from numba.extending import intrinsic
 
-from laconic.kernels import _layout
 from laconic.kernels._layout import GROUP
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
@@ -28,7 +27,8 @@ _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 
 def _sources() -> int:
     """A check sum of everything that is compiled into kernels."""
-    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(_layout.__file__)]
+    folder = Path(__file__).parent
+    files = [*sorted(folder.glob("*.py")), *sorted(folder.parent.glob("_*.py"))]
     return zlib.crc32(b"".join(file.read_bytes() for file in files))
 
 
@@ -52,7 +52,7 @@ def _compiled(function: Any, **options: Any) -> Any:
 kernel = _compiled
 reassociating = partial(_compiled, fastmath={"reassoc"})
 
-i32, u8, u32, f32 = np.int32, np.uint8, np.uint32, np.float32
+i16, i32, u8, u32, u64, f32 = np.int16, np.int32, np.uint8, np.uint32, np.uint64, np.float32
 
 Pointer = Any  # to the data of a tensor or of a scratch
 
@@ -179,6 +179,27 @@ def sar(typing: Any, v: Any, by: Any) -> Any:
 def shr(typing: Any, v: Any, by: Any) -> Any:
     """v >> by of a uint32: zeros move in."""
     return types.uint32(types.uint32, types.uint32), lambda c, b, s, args: b.lshr(*args)
+
+
+@intrinsic
+def nearest(typing: Any, v: Any) -> Any:
+    """floor(v + ½) of a float32 within the range of int32, as int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        name = "llvm.floor.f32"
+        floor = builder.module.globals.get(name) or ir.Function(
+            builder.module, ir.FunctionType(_FLOAT, [_FLOAT]), name
+        )
+        raised = builder.fadd(args[0], ir.Constant(_FLOAT, 0.5))
+        return builder.fptosi(builder.call(floor, [raised]), _WORD)
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def ones(typing: Any, v: Any) -> Any:
+    """How many bits of a uint32 are set."""
+    return types.uint32(types.uint32), lambda c, b, s, args: b.ctpop(args[0])
 
 
 @intrinsic
