@@ -11,6 +11,7 @@ from torch import Tensor
 from laconic._key import Key
 from laconic._wire import Header, Wire
 from laconic.codecs._base import Codec, Into
+from laconic.codecs._coded import PLAIN, check_coder, coded_room, header_fields
 from laconic.codecs._linear import UNSET, body_bytes, check_block, no_norm, read, set_width, write
 from laconic.kernels import ScaleKind
 
@@ -47,15 +48,19 @@ class DQSG(Codec):
     bits: int = UNSET
     levels: int = UNSET
     block: int | None = 512
+    coder: str = PLAIN
 
     def __post_init__(self) -> None:
         set_width(self)
         check_block(self.name, self.block)
+        check_coder(self.name, self.coder)
 
     def variance_bound(self, d: int) -> float | None:
         return min(d, self.block or d) / (12 * self.levels**2)
 
-    def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
+    def _header(
+        self, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
+    ) -> Header:
         return Header(
             codec=self.id,
             dtype=dtype,
@@ -64,8 +69,12 @@ class DQSG(Codec):
             levels=self.levels,
             block=self.block or 0,
             norm=ScaleKind.MAX,
-            body_bytes=body_bytes(numel, self.block or 0, self.bits),
+            body_bytes=body_bytes(numel, self.block or 0, self.bits, self.coder),
+            **header_fields(self.coder),
         )
+
+    def _room(self, header: Header) -> int:
+        return coded_room(header, self.levels)
 
     def _write(
         self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
@@ -74,4 +83,4 @@ class DQSG(Codec):
         write(x, key, body, header, ScaleKind.MAX)
 
     def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
-        read(body, wire.header, into, stream=wire.key.stream())
+        read(body, wire, into, subtract=True)

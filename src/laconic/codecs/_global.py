@@ -14,6 +14,7 @@ from torch import Tensor
 from laconic._key import Key
 from laconic._wire import Header, Wire
 from laconic.codecs._base import Codec, Into, check_sum, output
+from laconic.codecs._coded import PLAIN, check_coder, coded_room, header_fields
 from laconic.codecs._linear import body_bytes, is_integer, read, sections, write
 from laconic.codecs._norms import as_scale, global_norm, local_norm, parse_norm, shared_scale
 from laconic.codecs._qsgd import max_norm_bound
@@ -62,6 +63,7 @@ class Global(Codec):
     bits: int = 8
     levels: int | None = None
     norm: str = "max"
+    coder: str = PLAIN
 
     def __post_init__(self) -> None:
         if not is_integer(self.bits) or self.bits not in _PAYLOADS:
@@ -70,7 +72,11 @@ class Global(Codec):
         if levels is not None and not (is_integer(levels) and 1 <= levels <= MAX_LEVELS):
             raise ConfigError(f"global: levels must be from 1 to {MAX_LEVELS}, not {levels!r}")
         parse_norm(self.name, self.norm)
+        check_coder(self.name, self.coder)
+        if self.coder != PLAIN and self.bits == 32:
+            raise ConfigError("global: a coder takes integers of up to 8 bits: give bits=8")
         self.levels_for(1)
+        object.__setattr__(self, "summable", self.coder == PLAIN)  # coded integers do not add up
 
     def levels_for(self, workers: int) -> int:
         """s: as many levels as let the sum of `workers` codes fit, or what was asked for."""
@@ -123,6 +129,8 @@ class Global(Codec):
         `local_norm`: only so does a value that is not finite show here, because the sum of codes
         cannot carry it.
         """
+        if not self.summable:
+            raise TypeError(f"wires of {self} cannot be summed; decode each and add")
         if norm is None:
             raise TypeError("global decodes a sum with the scale it was encoded with: give norm=")
         if shape is None:
@@ -151,7 +159,9 @@ class Global(Codec):
             )
         return target
 
-    def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
+    def _header(
+        self, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
+    ) -> Header:
         inner, outer = parse_norm(self.name, self.norm)
         return Header(
             codec=self.id,
@@ -163,9 +173,13 @@ class Global(Codec):
             norm=ScaleKind.GIVEN,
             inner=float(np.float32(inner)),  # as the header holds it
             outer=float(np.float32(outer)),
-            payload_dtype=_PAYLOADS[self.bits],
-            body_bytes=body_bytes(numel, 0, self.bits),
+            payload_dtype=_PAYLOADS[self.bits] if self.summable else None,
+            body_bytes=body_bytes(numel, 0, self.bits, self.coder),
+            **header_fields(self.coder),
         )
+
+    def _room(self, header: Header) -> int:
+        return coded_room(header, header.levels)
 
     def _write(
         self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
@@ -175,4 +189,4 @@ class Global(Codec):
         write(x, key, body, header, ScaleKind.GIVEN)
 
     def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
-        read(body, wire.header, into, stream=None)
+        read(body, wire, into, subtract=False)

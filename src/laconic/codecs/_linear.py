@@ -1,4 +1,7 @@
-"""What the linear codecs share: checking settings, and the sections codes | scales of a wire."""
+"""What the linear codecs share: checking settings, and the sections of a wire.
+
+codes | scales, or with a coder scales | table of chunks | chunks.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic._key import Key, Stream
-from laconic._wire import Header
+from laconic._key import Key
+from laconic._wire import Header, Wire
 from laconic.codecs._base import Into
+from laconic.codecs._coded import PLAIN, read_codes, scratch, table_bytes, write_codes
 from laconic.errors import ConfigError
 from laconic.kernels import ScaleKind, backend
 from laconic.kernels._layout import blocks, code_offset, fixed_bits, packed_bytes
@@ -70,9 +74,10 @@ def no_norm(name: str, norm: object) -> None:
         raise TypeError(f"{name} finds its own scales; norm= is for global and global-exp")
 
 
-def body_bytes(numel: int, block: int, bits: int) -> int:
-    """Length of codes and scales."""
-    return _code_bytes(numel, bits) + 4 * blocks(numel, block)
+def body_bytes(numel: int, block: int, bits: int, coder: str = PLAIN) -> int:
+    """Length of codes and scales; of scales and table, with a coder."""
+    codes = _code_bytes(numel, bits) if coder == PLAIN else table_bytes(numel)
+    return codes + 4 * blocks(numel, block)
 
 
 def _code_bytes(numel: int, bits: int) -> int:
@@ -82,6 +87,8 @@ def _code_bytes(numel: int, bits: int) -> int:
 
 def sections(body: Tensor, header: Header) -> tuple[Tensor, Tensor]:
     """Scales (fp32) and codes (bytes, or int32 at 32 bits) as views of the body."""
+    if header.coder:
+        return body[: 4 * blocks(header.numel, header.block)].view(torch.float32), body[:0]
     size = _code_bytes(header.numel, header.bits)
     codes = body[:size]
     scales = body[size : size + 4 * blocks(header.numel, header.block)]
@@ -91,6 +98,8 @@ def sections(body: Tensor, header: Header) -> tuple[Tensor, Tensor]:
 def write(x: Tensor, key: Key, body: Tensor, header: Header, kind: ScaleKind) -> None:
     """Quantize x into the body's two sections."""
     scales, codes = sections(body, header)
+    if header.coder:
+        codes = scratch(header.numel, x.device)
     backend(x.device).quantize(
         x,
         scales,
@@ -98,23 +107,29 @@ def write(x: Tensor, key: Key, body: Tensor, header: Header, kind: ScaleKind) ->
         stream=key.stream(),
         block=header.block,
         levels=header.levels,
-        bits=header.bits,
+        bits=8 if header.coder else header.bits,
         kind=kind,
     )
+    if header.coder:
+        write_codes(codes, body, header, key.stream())
 
 
-def read(body: Tensor, header: Header, into: Into, *, stream: Stream | None) -> None:
-    """Decode the body's two sections; with a stream, subtract its dither."""
+def read(body: Tensor, wire: Wire, into: Into, *, subtract: bool) -> None:
+    """Decode the body's two sections; with `subtract`, take the dither off."""
+    header, stream = wire.header, wire.key.stream()
     scales, codes = sections(body, header)
+    bits = header.bits
+    if header.coder:
+        codes, bits = read_codes(body, header, stream, header.levels), 8
     backend(body.device).dequantize(
         codes,
         scales,
         into.out,
-        stream=stream,
+        stream=stream if subtract else None,
         block=header.block,
         levels=header.levels,
-        bits=header.bits,
-        offset=code_offset(header.levels, header.bits),
+        bits=bits,
+        offset=code_offset(header.levels, bits),
         weight=into.weight,
         add=into.add,
     )

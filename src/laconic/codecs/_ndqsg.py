@@ -12,6 +12,15 @@ from torch import Tensor
 from laconic._key import Key
 from laconic._wire import Header, Wire
 from laconic.codecs._base import Codec, Into, flat_input
+from laconic.codecs._coded import (
+    PLAIN,
+    check_coder,
+    coded_room,
+    header_fields,
+    read_codes,
+    scratch,
+    write_codes,
+)
 from laconic.codecs._linear import body_bytes, check_block, is_integer, no_norm, sections
 from laconic.errors import ConfigError
 from laconic.kernels import ScaleKind, backend
@@ -55,6 +64,7 @@ class NDQSG(Codec):
     ratio: int = 3
     alpha: float = 1.0
     block: int | None = None
+    coder: str = PLAIN
 
     def __post_init__(self) -> None:
         for name, least, most in (("levels", 1, _MAX_LEVELS), ("ratio", 3, 2 * _MAX_LEVELS - 1)):
@@ -70,6 +80,7 @@ class NDQSG(Codec):
             raise ConfigError(f"ndqsg: alpha must lie in (0, 1], not {alpha!r}")
         object.__setattr__(self, "alpha", float(alpha))
         check_block(self.name, self.block)
+        check_coder(self.name, self.coder)
 
     @property
     def bits(self) -> int:
@@ -83,7 +94,12 @@ class NDQSG(Codec):
     def variance_bound(self, d: int) -> float | None:
         return None
 
-    def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
+    def _header(
+        self, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
+    ) -> Header:
+        size = checks(numel)
+        if self.coder != PLAIN:
+            size = -(-size // 4) * 4  # the table of chunks follows
         return Header(
             codec=self.id,
             dtype=dtype,
@@ -94,17 +110,26 @@ class NDQSG(Codec):
             norm=ScaleKind.MAX,
             ratio=self.ratio,
             alpha=self.alpha,
-            body_bytes=body_bytes(numel, self.block or 0, self.bits) + checks(numel),
+            body_bytes=body_bytes(numel, self.block or 0, self.bits, self.coder) + size,
+            **header_fields(self.coder, dithered=False),
         )
+
+    def _room(self, header: Header) -> int:
+        return coded_room(header, self.ratio // 2)
 
     def _write(
         self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
     ) -> None:
         no_norm(self.name, norm)
         scales, check, codes = _sections(body, header)
+        if header.coder:
+            codes = scratch(header.numel, x.device)
         backend(x.device).nested_quantize(
             x, scales, check, codes, stream=key.stream(), kind=ScaleKind.MAX, **_settings(header)
         )
+        if header.coder:
+            codes -= _offset(header)
+            write_codes(codes, body, header, key.stream())
 
     def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
         if into.side is None:
@@ -113,6 +138,9 @@ class NDQSG(Codec):
         if side.numel() != wire.header.numel or side.device != body.device:
             raise ValueError(f"side must be on {body.device} and hold {wire.header.numel} values")
         scales, check, codes = _sections(body, wire.header)
+        if wire.header.coder:
+            codes = read_codes(body, wire.header, wire.key.stream(), self.ratio // 2)
+            codes += _offset(wire.header)
         failed = torch.empty_like(check) if into.failed is None else into.failed
         if failed.dtype != torch.uint8 or failed.shape != check.shape:
             raise ValueError(f"failed must be a uint8 tensor of {check.numel()} values")
@@ -131,11 +159,18 @@ class NDQSG(Codec):
 
 
 def _settings(header: Header) -> dict[str, Any]:
-    names = ("block", "levels", "ratio", "alpha", "bits")
-    return {name: getattr(header, name) for name in names}
+    names = ("block", "levels", "ratio", "alpha")
+    bits = 8 if header.coder else header.bits
+    return {"bits": bits, **{name: getattr(header, name) for name in names}}
+
+
+def _offset(header: Header) -> int:
+    """A code of 8 bits, minus its q, modulo 256."""
+    return (header.ratio // 2 + 128) % 256
 
 
 def _sections(body: Tensor, header: Header) -> tuple[Tensor, Tensor, Tensor]:
     """Scales (fp32), checks and codes (bytes) as views of the body."""
     scales, codes = sections(body, header)
-    return scales, body[body.numel() - checks(header.numel) :], codes
+    start = 4 * scales.numel() if header.coder else header.body_bytes - checks(header.numel)
+    return scales, body[start : start + checks(header.numel)], codes

@@ -12,6 +12,7 @@ from torch import Tensor
 from laconic._key import Key
 from laconic._wire import Header, Wire
 from laconic.codecs._base import Codec, Into
+from laconic.codecs._coded import PLAIN, check_coder, coded_room, header_fields
 from laconic.codecs._linear import (
     UNSET,
     body_bytes,
@@ -60,11 +61,13 @@ class QSGD(Codec):
     levels: int = UNSET
     norm: str = "max"
     block: int | None = 512
+    coder: str = PLAIN
 
     def __post_init__(self) -> None:
         set_width(self)
         check_choice(self.name, "norm", self.norm, ("max", "l2"))
         check_block(self.name, self.block)
+        check_coder(self.name, self.coder)
 
     def variance_bound(self, d: int) -> float | None:
         size = min(d, self.block or d)
@@ -72,7 +75,9 @@ class QSGD(Codec):
             return min(size / self.levels**2, math.sqrt(size) / self.levels)
         return max_norm_bound(size, self.levels)
 
-    def _header(self, numel: int, dtype: torch.dtype, workers: int) -> Header:
+    def _header(
+        self, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
+    ) -> Header:
         return Header(
             codec=self.id,
             dtype=dtype,
@@ -81,8 +86,12 @@ class QSGD(Codec):
             levels=self.levels,
             block=self.block or 0,
             norm=_KINDS[self.norm],
-            body_bytes=body_bytes(numel, self.block or 0, self.bits),
+            body_bytes=body_bytes(numel, self.block or 0, self.bits, self.coder),
+            **header_fields(self.coder),
         )
+
+    def _room(self, header: Header) -> int:
+        return coded_room(header, self.levels)
 
     def _write(
         self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
@@ -91,7 +100,7 @@ class QSGD(Codec):
         write(x, key, body, header, _KINDS[self.norm])
 
     def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
-        read(body, wire.header, into, stream=None)
+        read(body, wire, into, subtract=False)
 
 
 def max_norm_bound(size: int, levels: int) -> float:

@@ -1,13 +1,27 @@
 """CPU kernels: serial, vectorised by LLVM, without the GIL; `_pool` spreads them over cores."""
 
+from laconic.kernels._numba.coding import decode_integers, encode_integers
+from laconic.kernels._numba.ecdq import ecdq_decode, ecdq_encode, ecdq_steps
 from laconic.kernels._numba.linear import accumulate, dequantize, quantize, scales
 from laconic.kernels._numba.natural import natural_dequantize, natural_quantize, natural_reduce
 from laconic.kernels._numba.nested import nested_dequantize, nested_quantize
+from laconic.kernels._numba.rotate import (
+    dequantize_rotate,
+    rotate_back,
+    rotate_into,
+    rotate_quantize,
+)
 from laconic.kernels._numba.select import largest_entries
 
 __all__ = [
     "accumulate",
+    "decode_integers",
     "dequantize",
+    "dequantize_rotate",
+    "ecdq_decode",
+    "ecdq_encode",
+    "ecdq_steps",
+    "encode_integers",
     "largest_entries",
     "natural_dequantize",
     "natural_quantize",
@@ -15,5 +29,8 @@ __all__ = [
     "nested_dequantize",
     "nested_quantize",
     "quantize",
+    "rotate_back",
+    "rotate_into",
+    "rotate_quantize",
     "scales",
 ]

@@ -1,5 +1,7 @@
 """Plain torch kernels: the definition that the fast ones must match byte for byte."""
 
+from laconic.kernels._reference.coding import decode_integers, encode_integers
+from laconic.kernels._reference.ecdq import ecdq_decode, ecdq_encode, ecdq_steps
 from laconic.kernels._reference.linear import accumulate, dequantize, quantize, scales
 from laconic.kernels._reference.natural import (
     natural_dequantize,
@@ -7,11 +9,23 @@ from laconic.kernels._reference.natural import (
     natural_reduce,
 )
 from laconic.kernels._reference.nested import nested_dequantize, nested_quantize
+from laconic.kernels._reference.rotate import (
+    dequantize_rotate,
+    rotate_back,
+    rotate_into,
+    rotate_quantize,
+)
 from laconic.kernels._reference.select import largest_entries
 
 __all__ = [
     "accumulate",
+    "decode_integers",
     "dequantize",
+    "dequantize_rotate",
+    "ecdq_decode",
+    "ecdq_encode",
+    "ecdq_steps",
+    "encode_integers",
     "largest_entries",
     "natural_dequantize",
     "natural_quantize",
@@ -19,5 +33,8 @@ __all__ = [
     "nested_dequantize",
     "nested_quantize",
     "quantize",
+    "rotate_back",
+    "rotate_into",
+    "rotate_quantize",
     "scales",
 ]
