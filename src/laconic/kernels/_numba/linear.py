@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from laconic._key import Stream
 from laconic.kernels._layout import GROUP, TINY, ScaleKind, code_offset, fraction_bits, groups
 from laconic.kernels._numba.group import emit, fixed_point, per_element, round_group, values
 from laconic.kernels._numba.memory import (
+    Pointer,
     array,
     bits_of,
     code_scratch,
@@ -151,11 +154,16 @@ def _whole(x: np.ndarray, n: int, kind: int, first: int, last: int) -> tuple[np.
 
 
 @kernel
-def _quantize(
-    x: np.ndarray,
+def _quantize(x: np.ndarray, n: int, scale: np.ndarray, out: np.ndarray, *rest: Any) -> bool:
+    return quantize_groups(pointer(x), n, pointer(scale), pointer(out), *rest)
+
+
+@kernel
+def quantize_groups(
+    x: Pointer,
     n: int,
-    scale: np.ndarray,
-    out: np.ndarray,
+    scale: Pointer,
+    out: Pointer,
     block: int,
     kind: int,
     limit: int,
@@ -168,7 +176,6 @@ def _quantize(
     last: int,
 ) -> bool:
     """Groups first .. last-1; True if a value exceeded its scale."""
-    x, scale, out = pointer(x), pointer(scale), pointer(out)
     codes = code_scratch()
     y = float_scratch()
     # codes of 4 and 8 bits go straight into the wire, others by way of a byte each
@@ -220,11 +227,16 @@ def _accumulate(
 
 
 @kernel
-def _dequantize(
-    data: np.ndarray,
+def _dequantize(data: np.ndarray, n: int, scale: np.ndarray, out: np.ndarray, *rest: Any) -> None:
+    dequantize_groups(pointer(data), n, pointer(scale), pointer(out), *rest)
+
+
+@kernel
+def dequantize_groups(
+    data: Pointer,
     n: int,
-    scale: np.ndarray,
-    out: np.ndarray,
+    scale: Pointer,
+    out: Pointer,
     block: int,
     bits: int,
     offset: int,
@@ -240,7 +252,6 @@ def _dequantize(
     last: int,
 ) -> None:
     """Groups first .. last-1."""
-    data, scale, out = pointer(data), pointer(scale), pointer(out)
     codes = code_scratch()
     y = float_scratch()
     whole = block % GROUP == 0  # groups do not cross blocks

@@ -210,11 +210,51 @@ def _quantize(
     ROWS: tl.constexpr,
     W: tl.constexpr,
 ):
-    """ROWS rows; with KIND set a row is a block and its scale is found here."""
     base, left = tile_start(n, ROWS, W)
     group, lane = lanes(ROWS, W)
+    a, b = load2(x + base, group * 128 + lane % 64, left)
+    quantize_tile(
+        a,
+        b,
+        scale,
+        payload,
+        base,
+        left,
+        k0,
+        k1,
+        BLOCK,
+        KIND,
+        LIMIT,
+        FRACTION,
+        BITS,
+        OFFSET,
+        ROWS,
+        W,
+    )
+
+
+@triton.jit
+def quantize_tile(
+    a,
+    b,
+    scale,
+    payload,
+    base,
+    left,
+    k0,
+    k1,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    FRACTION: tl.constexpr,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+):
+    """The lanes' values a and b of ROWS rows; with KIND set a row is a block, scaled here."""
+    group, lane = lanes(ROWS, W)
     e = group * 128 + lane % 64
-    a, b = load2(x + base, e, left)
     if KIND:
         squares = tl.zeros((ROWS, W), tl.float64)
         if KIND == 2:
@@ -267,8 +307,49 @@ def _dequantize(
 ):
     base, left = tile_start(n, ROWS, W)
     group, lane = lanes(ROWS, W)
+    v, w = dequantize_tile(
+        payload,
+        scale,
+        base,
+        left,
+        k0,
+        k1,
+        unit,
+        weight,
+        bound,
+        offset,
+        BLOCK,
+        FRACTION,
+        BITS,
+        SUBTRACT,
+        ROWS,
+        W,
+    )
+    emit2(out + base, group * 128 + lane % 64, left, v, w, ADD)
+
+
+@triton.jit
+def dequantize_tile(
+    payload,
+    scale,
+    base,
+    left,
+    k0,
+    k1,
+    unit,
+    weight,
+    bound,
+    offset,
+    BLOCK: tl.constexpr,
+    FRACTION: tl.constexpr,
+    BITS: tl.constexpr,
+    SUBTRACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+):
+    """The values of the lanes of ROWS rows."""
+    group, lane = lanes(ROWS, W)
     e = group * 128 + lane % 64
-    out += base
     if BITS == 32:
         c = tl.load(payload + base + e, mask=e < left, other=0)
         d = tl.load(payload + base + e + 64, mask=e + 64 < left, other=0)
@@ -283,4 +364,4 @@ def _dequantize(
     other = scale_of(scale, base, e + 64, left, BLOCK, ROWS, W)
     v = (c.to(tl.float32) * step(size, unit, weight)) * lower_of(size)
     w = (d.to(tl.float32) * step(other, unit, weight)) * lower_of(other)
-    emit2(out, e, left, clamped(v, bound), clamped(w, bound), ADD)
+    return clamped(v, bound), clamped(w, bound)
