@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench lint format clean
+.PHONY: help venv demo test fuzz bench lint format clean
 
 help: ## Say what the targets do
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -21,8 +21,12 @@ demo: $(STAMP) ## Codecs on the gradients of a small network: bits, error, speed
 test: lint ## Lint, then run all tests
 	ONEDNN_MAX_CPU_ISA=AVX512_CORE $(BIN)/python -m pytest -q
 
-bench: $(STAMP) ## Measure the CPU kernels against a memory copy
+fuzz: $(STAMP) ## A million hostile streams for every coder (about 15 minutes)
+	$(BIN)/python tests/fuzz.py
+
+bench: $(STAMP) ## Measure codecs and CPU kernels; GRADIENTS=file.npz adds models
 	$(BIN)/python -m benchmarks.cpu --save
+	$(BIN)/python -m benchmarks.codecs --save $(if $(GRADIENTS),--gradients $(GRADIENTS))
 	$(BIN)/python -m benchmarks.tables
 
 lint: $(STAMP) ## Check style, format and types
