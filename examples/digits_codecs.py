@@ -187,6 +187,11 @@ CASES: dict[str, Callable[[Any, Sequence[Tensor], int], Trial]] = {
     "global:bits=8": summed,
     "global-exp": tree,
     "qsgd-topk": alone,
+    "rotate(dqsg:bits=4)": alone,
+    "ecdq:error=0.08": alone,
+    "ecdq:error=0.08,coder=elias": alone,
+    "ecdq:error=0.08,coder=rans": alone,
+    "ecdq:error=0.02,coder=rans": alone,
 }
 
 
@@ -228,7 +233,7 @@ def works(gradients: Sequence[Tensor]) -> dict[str, Callable[[], object]]:
     timed: dict[str, Callable[[], object]] = {COPY: lambda: out.copy_(x)}
     for codec in map(lc.codec, CASES):
         wire = codec.encode(x, key)
-        timed[f"encode {codec}"] = partial(codec.encode, x, key, out=wire.data)
+        timed[f"encode {codec}"] = partial(codec.encode, x, key, out=wire)
         timed[f"decode {codec}"] = partial(codec.decode, wire, side=side, out=out)
     return timed
 
@@ -268,8 +273,11 @@ def summary(rows: Sequence[Row]) -> str:
     """One sentence, from the numbers alone."""
     row = {row.codec: row for row in rows}
     dithered, nested = row["dqsg:bits=4"], row["ndqsg"]
+    coded = row["ecdq:error=0.08,coder=rans"]
     return (
-        f"On these gradients dqsg:bits=4 sends {32 / (dithered.bits or math.nan):.1f} times fewer "
+        f"On these gradients ecdq with rans sends {coded.bits:.2f} bits a value at an NMSE of "
+        f"{coded.nmse:.2g}, {32 / (coded.bits or math.nan):.0f} times fewer than fp32. "
+        f"dqsg:bits=4 sends {32 / (dithered.bits or math.nan):.1f} times fewer "
         f"bits than fp32 at an NMSE of {dithered.nmse:.2g}, "
         f"{compared(dithered, row['qsgd:bits=4'])} qsgd:bits=4 at the same size, and "
         f"{beside_copy(dithered.encode, row[COPY].encode)}; "

@@ -180,7 +180,7 @@ UNBIASED = [
 
 
 def test_every_unbiased_codec_is_tested_here() -> None:
-    tested = {lc.codec(spec).name for spec, _ in UNBIASED}
+    tested = {lc.codec(spec).name for spec, _ in UNBIASED} | {"ecdq"}  # in test_ecdq.py
     assert tested == {name for name in lc.codecs() if lc.codec(name).unbiased} - {"none"}
 
 

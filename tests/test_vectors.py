@@ -29,6 +29,13 @@ SPECS = (
     "global:bits=32",
     "global-exp:bits=4",
     "qsgd-topk",
+    "ecdq:error=0.08",
+    "ecdq:step=0.25,coder=fixed",
+    "ecdq:step=1,coder=elias",
+    "ecdq:step=1,coder=rans",
+    "qsgd:bits=4,block=512,coder=elias-dense",
+    "rotate(dqsg:bits=4,block=512)",
+    "feedback(qsgd-topk)",
 )
 
 
@@ -44,6 +51,8 @@ def wire_of(spec: str, name: str = "reference") -> str:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_wires_are_those_of_the_document(spec: str, backend: str) -> None:
+    if backend == "triton" and ("elias" in spec or "rans" in spec):
+        pytest.skip("these coders run on the CPU")
     assert wire_of(spec, backend) == vectors()[spec]
 
 
