@@ -32,6 +32,7 @@ SPECS = (
     "ndqsg",
     "global:bits=8",
     "global-exp:bits=8",
+    *(f"ecdq:error=0.083,coder={coder}" for coder in ("fixed", "bitmap", "elias", "rans")),
 )
 
 Work = dict[str, Callable[[], object]]

@@ -20,7 +20,7 @@ import torch
 
 import laconic as lc
 from laconic.coders import coder, coders
-from laconic.kernels._coding import CHUNK, SCRATCH_WORDS, Kind, table
+from laconic.kernels._coding import CHUNK, WORK_WORDS, Kind, table
 
 PAGE = mmap.PAGESIZE
 KEY = lc.Key(seed=3)
@@ -116,7 +116,7 @@ class Hostile:
         self.decode: Callable[..., int] = getattr(kernels, f"decode_{module}")
         self.payload = Guarded(2 * 8193, np.uint32)
         self.q = Guarded(CHUNK, np.int16)
-        self.scratch = Guarded(SCRATCH_WORDS + 4096, np.uint32).array(SCRATCH_WORDS + 4096)
+        self.scratch = Guarded(WORK_WORDS, np.uint32).array(WORK_WORDS)
         stream = KEY.stream()
         self.key = (np.uint32(stream.k0), np.uint32(stream.k1))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from laconic.errors import WireError
-from laconic.kernels._coding import CHUNK, MAX_MAGNITUDE, SCRATCH_WORDS, Kind, plane_words
+from laconic.kernels._coding import CHUNK, MAX_MAGNITUDE, WORK_WORDS, Kind, plane_words
 from laconic.kernels._reference import elias as reference
 
 fast = pytest.importorskip("laconic.kernels._numba.elias")
@@ -69,7 +69,7 @@ def encode(
     c = np.arange(len(chunks))
     out = np.full(to + (last - first) * 8300, 0xDEADBEEF, np.uint32)
     ends, checks = np.zeros(len(chunks), np.uint32), np.zeros(len(chunks), np.uint32)
-    scratch = np.full(SCRATCH_WORDS + 4096, 0xFFFFFFFF, np.uint32)
+    scratch = np.full(WORK_WORDS, 0xFFFFFFFF, np.uint32)
     marks, segment, stamps = (c * 3).astype(np.uint16), (c // 2).astype(np.int32), c * 5 + 1
     end = fast.encode_elias(
         q.reshape(-1),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from threading import local
 from typing import Any, ClassVar
 
 import torch
@@ -213,14 +212,7 @@ def _settings(inside: Header) -> dict[str, Any]:
     return {"block": inside.block, "levels": inside.levels, "bits": inside.bits}
 
 
-class _Kept(local):
-    """Buffers of a thread: the CPU's allocator would fetch their pages anew every time."""
-
-    def __init__(self) -> None:
-        self.free: list[Tensor] = []
-
-
-_kept = _Kept()
+_free: list[Tensor] = []  # the CPU's allocator would fetch a large buffer's pages anew every time
 
 
 @contextmanager
@@ -229,10 +221,13 @@ def _scratch(like: Tensor) -> Iterator[Tensor]:
     if like.device.type != "cpu":
         yield torch.empty(like.numel(), device=like.device)
         return
-    kept = _kept.free.pop() if _kept.free else torch.empty(0)
+    try:
+        kept = _free.pop()
+    except IndexError:
+        kept = torch.empty(0)
     if kept.numel() < like.numel():
         kept = torch.empty(like.numel())
     try:
         yield kept[: like.numel()]
     finally:
-        _kept.free.append(kept)
+        _free.append(kept)

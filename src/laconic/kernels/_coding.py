@@ -48,6 +48,7 @@ LARGEST = 32000  # magnitude that ecdq's steps allow; one more after rounding
 SAMPLE = 256  # blocks of a segment that ecdq looks at to find the step for an error
 EVALUATIONS = 8  # steps that it tries on them
 SCRATCH_WORDS = CHUNK + 64  # no coder writes more for a chunk before it gives up
+WORK_WORDS = SCRATCH_WORDS + CHUNK  # scratch of a coder: the stream, and whatever else it needs
 
 
 class Kind(IntEnum):

@@ -17,6 +17,7 @@ from laconic.kernels._coding import (
     CHUNK,
     CLIP,
     LANES,
+    MAX_MAGNITUDE,
     SCRATCH_WORDS,
     TAIL_BITS,
     Kind,
@@ -34,6 +35,7 @@ from laconic.kernels._numba.memory import (
     shl,
     shr,
     store,
+    trailing,
     u32,
     u64,
 )
@@ -41,8 +43,8 @@ from laconic.kernels._numba.memory import (
 _KIND = int(Kind.BITMAP)
 _ROW = CHUNK // 32
 # rows of 256 words in the scratch, behind the stream
-_BITS, _SIGN, _MASK, _MOVE, _FIELD, _SIZE, _NEXT = (
-    SCRATCH_WORDS + _ROW * row for row in (0, 4, 5, 6, 11, 12, 13)
+_BITS, _SIGN, _MASK, _MOVE, _FIELD, _SIZE, _NEXT, _TAILS = (
+    SCRATCH_WORDS + _ROW * row for row in (0, 4, 5, 6, 11, 12, 13, 14)
 )
 
 
@@ -139,9 +141,10 @@ def _put_stream(q: Pointer, at: int, lanes: int, work: Pointer) -> int:
         if total == 0:
             break
     if total:
+        _cut_tails(q, at, work, lanes)
         for plane in range(TAIL_BITS):
-            _cut_tail(q, at, plane, work, lanes)
-            _compress(work, _NEXT, lanes)
+            for g in range(lanes):
+                store(work, _FIELD + g, load(work, _TAILS + _ROW * plane + g))
             end = _append(work, end, lanes)
     return (end + 31) // 32
 
@@ -265,17 +268,26 @@ def _take_next(work: Pointer, lanes: int) -> None:
 
 
 @kernel
-def _cut_tail(q: Pointer, at: int, plane: int, work: Pointer, lanes: int) -> None:
-    """A bit plane of |q| - 15, where that is not negative, to `_NEXT`."""
+def _cut_tails(q: Pointer, at: int, work: Pointer, lanes: int) -> None:
+    """Bit planes of |q| - 15 of the values under the mask, brought together: few have any."""
+    for p in range(TAIL_BITS):
+        for g in range(lanes):
+            store(work, _TAILS + _ROW * p + g, u32(0))
     for g in range(lanes):
-        store(work, _NEXT + g, u32(0))
-    for b in range(lanes // LANES):
-        for i in range(BLOCK // LANES):
-            for g in range(LANES):
-                m = i32(abs(i32(load(q, at + b * BLOCK + LANES * i + g))))
-                rest = max(i32(m - i32(CLIP)), i32(0))
-                bit = i32(sar(rest, i32(plane)) & i32(1))
-                _or(work, _NEXT + b * LANES + g, shl(bit, i32(i)))
+        mask, rank = load(work, _MASK + g), i32(0)
+        while mask:
+            i = int(trailing(mask))
+            mask = u32(mask & u32(mask - u32(1)))
+            rest = i32(i32(abs(i32(load(q, _place(at, g, i))))) - i32(CLIP))
+            for p in range(TAIL_BITS):
+                _or(work, _TAILS + _ROW * p + g, shl(i32(sar(rest, i32(p)) & i32(1)), rank))
+            rank += i32(1)
+
+
+@kernel
+def _place(at: int, g: int, i: int) -> int:
+    """Where value i of lane g lies in a chunk at `at`."""
+    return at + g // LANES * BLOCK + LANES * i + g % LANES
 
 
 @kernel
@@ -390,15 +402,20 @@ def _add_tails(
         end = _take(words, at, bits, end, work, lanes)
         if end < 0:
             return -1
-        _expand(work, _NEXT, lanes)
         for g in range(lanes):
-            rest = load(work, _NEXT + g)
-            for i in range(BLOCK // LANES):
-                if u32(shr(rest, u32(i)) & u32(1)):
-                    e = to + g // LANES * BLOCK + LANES * i + g % LANES
-                    v = i32(load(q, e))
-                    v += i32(1 << plane) if v > 0 else i32(-(1 << plane))
-                    if abs(v) > i32(32767):
-                        return -1
-                    store(q, e, i16(v))
+            store(work, _TAILS + _ROW * plane + g, load(work, _FIELD + g))
+    for g in range(lanes):
+        mask, rank = load(work, _MASK + g), u32(0)
+        while mask:
+            i = int(trailing(mask))
+            mask = u32(mask & u32(mask - u32(1)))
+            rest = u32(0)
+            for p in range(TAIL_BITS):
+                bit = u32(shr(load(work, _TAILS + _ROW * p + g), rank) & u32(1))
+                rest = u32(rest | u32(bit << u32(p)))
+            if rest > u32(MAX_MAGNITUDE - CLIP):
+                return -1
+            v = i32(load(q, _place(to, g, i)))
+            store(q, _place(to, g, i), i16(i32(v + i32(rest)) if v > 0 else i32(v - i32(rest))))
+            rank = u32(rank + u32(1))
     return end

@@ -14,7 +14,7 @@ from laconic._key import Stream
 from laconic.errors import WireError
 from laconic.kernels._coding import (
     CHUNK,
-    SCRATCH_WORDS,
+    WORK_WORDS,
     Kind,
     Section,
     Table,
@@ -42,7 +42,7 @@ class _Scratch(local):
 
     def __init__(self) -> None:
         self.integers = np.empty(_BATCH * CHUNK, np.int16)
-        self.words = np.empty(SCRATCH_WORDS + 4096, np.uint32)
+        self.words = np.empty(WORK_WORDS, np.uint32)
 
 
 _scratch = _Scratch()

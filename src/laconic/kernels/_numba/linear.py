@@ -199,6 +199,10 @@ def quantize_groups(
             size = load(scale, b)
             times = factor(size, gain)
         plain = whole and e + GROUP <= n and size >= f32(TINY) and usable(size)
+        if kind and size == f32(
+            0
+        ):  # a block of zeros, times zero: sparse gradients are full of them
+            plain = e + GROUP <= n
         if plain and not kind:
             plain = largest(x, e, e + GROUP) <= bits_of(size)
         p0 = u32(e >> 1)
@@ -277,7 +281,7 @@ def dequantize_groups(
             worth = step(size, unit, weight)
             # no code is worth more than 512 scales, so nothing needs clamping here
             most = f32(size * max(abs(weight), f32(1)))
-            plain = size >= f32(TINY) and most < f32(bound / f32(512))
+            plain = (size >= f32(TINY) or size == f32(0)) and most < f32(bound / f32(512))
         p0 = u32(e >> 1)
         if plain and e + GROUP <= n:
             values(source, at, bits, worth, offset, fraction, subtract, p0, k0, k1, out, e, add)

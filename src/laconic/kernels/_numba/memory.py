@@ -203,6 +203,16 @@ def ones(typing: Any, v: Any) -> Any:
 
 
 @intrinsic
+def trailing(typing: Any, v: Any) -> Any:
+    """The place of the lowest set bit of a uint32 that is not zero."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint32(types.uint32), generate
+
+
+@intrinsic
 def get(typing: Any, a: Any, i: Any) -> Any:
     """a[i] of a float32, or of a 16-bit float seen as above, as float32."""
 
