@@ -61,12 +61,18 @@ def write_codes(codes: Tensor, body: Tensor, header: Header, stream: Stream) -> 
     coder_of(header).write(codes[: header.numel].view(torch.int8), _section(body, header), stream)
 
 
-def read_codes(body: Tensor, header: Header, stream: Stream, largest: int) -> Tensor:
-    """The bytes back; WireError if a chunk is damaged, or a code's magnitude exceeds `largest`."""
+def read_codes(
+    body: Tensor, header: Header, stream: Stream, largest: int, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The bytes back, and the scales that go with them.
+
+    A chunk that is damaged, or a code whose magnitude exceeds `largest`, raises WireError; on CUDA,
+    where nobody waits, it makes the scales NaN.
+    """
     codes = scratch(header.numel, body.device)
     values = codes[: header.numel].view(torch.int8)
-    coder_of(header).read(_section(body, header), values, stream, largest)
-    return codes
+    good = coder_of(header).read(_section(body, header), values, stream, largest)
+    return codes, scales if good is None else scales * good
 
 
 def _section(body: Tensor, header: Header) -> Section:

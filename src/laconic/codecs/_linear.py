@@ -120,7 +120,8 @@ def read(body: Tensor, wire: Wire, into: Into, *, subtract: bool) -> None:
     scales, codes = sections(body, header)
     bits = header.bits
     if header.coder:
-        codes, bits = read_codes(body, header, stream, header.levels), 8
+        codes, scales = read_codes(body, header, stream, header.levels, scales)
+        bits = 8
     backend(body.device).dequantize(
         codes,
         scales,

@@ -139,7 +139,8 @@ class NDQSG(Codec):
             raise ValueError(f"side must be on {body.device} and hold {wire.header.numel} values")
         scales, check, codes = _sections(body, wire.header)
         if wire.header.coder:
-            codes = read_codes(body, wire.header, wire.key.stream(), self.ratio // 2)
+            stream, half = wire.key.stream(), self.ratio // 2
+            codes, scales = read_codes(body, wire.header, stream, half, scales)
             codes += _offset(wire.header)
         failed = torch.empty_like(check) if into.failed is None else into.failed
         if failed.dtype != torch.uint8 or failed.shape != check.shape:

@@ -82,7 +82,9 @@ class Coder:
         if int(section.ends[-1]) & 0xFFFFFFFF != len(section.payload):
             raise WireError("the coded integers are shorter or longer than their table says")
         most = torch.iinfo(dtype).max
-        self.read(section, q, (key or Key()).stream(), most if limit is None else limit)
+        good = self.read(section, q, (key or Key()).stream(), most if limit is None else limit)
+        if good is not None and not bool(torch.isfinite(good)):
+            raise WireError("a chunk is damaged, or not what an encoder writes")
         return q
 
     def write(self, q: Tensor, section: Section, stream: Stream) -> None:
@@ -91,9 +93,13 @@ class Coder:
             q, section, stream=stream, coder=int(self.kind), form=self.form
         )
 
-    def read(self, section: Section, q: Tensor, stream: Stream, limit: int) -> None:
-        """Decode a section."""
-        backend(q.device).decode_integers(
+    def read(self, section: Section, q: Tensor, stream: Stream, limit: int) -> Tensor | None:
+        """Decode a section.
+
+        Damage raises WireError, or where that would mean waiting for a device shows in the result:
+        1, or NaN if any chunk is bad.
+        """
+        return backend(q.device).decode_integers(
             section, q, stream=stream, coder=int(self.kind), limit=limit
         )
 

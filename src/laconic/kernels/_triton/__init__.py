@@ -6,13 +6,28 @@ narrower planes hold the codes of two or four lanes of one warp, which add them 
 """
 
 from laconic.kernels._reference.select import largest_entries
+from laconic.kernels._triton.coding import decode_integers, encode_integers
+from laconic.kernels._triton.ecdq import ecdq_decode, ecdq_encode
 from laconic.kernels._triton.linear import accumulate, dequantize, quantize, scales
 from laconic.kernels._triton.natural import natural_dequantize, natural_quantize, natural_reduce
 from laconic.kernels._triton.nested import nested_dequantize, nested_quantize
+from laconic.kernels._triton.rotate import (
+    dequantize_rotate,
+    rotate_back,
+    rotate_into,
+    rotate_quantize,
+)
+from laconic.kernels._triton.steps import ecdq_steps
 
 __all__ = [
     "accumulate",
+    "decode_integers",
     "dequantize",
+    "dequantize_rotate",
+    "ecdq_decode",
+    "ecdq_encode",
+    "ecdq_steps",
+    "encode_integers",
     "largest_entries",
     "natural_dequantize",
     "natural_quantize",
@@ -20,5 +35,8 @@ __all__ = [
     "nested_dequantize",
     "nested_quantize",
     "quantize",
+    "rotate_back",
+    "rotate_into",
+    "rotate_quantize",
     "scales",
 ]

@@ -1,0 +1,82 @@
+"""ecdq with the bitmap coder on a GPU: whole wires, in bytes of fp32 input a second.
+
+    python -m benchmarks.ecdq_gpu [--numel 67108864] [--save]
+
+Encode finds the step, quantizes, codes and collects one contiguous wire; decode-add verifies the
+check sums and adds onto a target. All is timed as a captured graph: nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+import laconic as lc
+from benchmarks._rows import save
+from benchmarks.gpu import milliseconds
+
+SPECS = (
+    "ecdq:error=0.083",
+    "ecdq:error=0.083,subtract=always",
+    "ecdq:error=0.01",
+    "ecdq:error=0.0001",
+    "ecdq:error=0.083,coder=fixed",
+    "ecdq:error=0.083,max_bits=3",
+)
+
+
+def inputs(numel: int) -> dict[str, torch.Tensor]:
+    """Dense, heavy-tailed and sparse values."""
+    normal = torch.randn(numel, device="cuda")
+    tails = torch.distributions.StudentT(torch.tensor(3.0, device="cuda"))
+    return {
+        "gaussian": normal,
+        "gaussian bf16": normal.bfloat16(),
+        "student-t3": tails.sample(torch.Size((numel,))),
+        "95%-zero": normal * (torch.rand(numel, device="cuda") < 0.05),
+    }
+
+
+def rows_of(name: str, x: torch.Tensor, spec: str) -> list[dict[str, Any]]:
+    """Encode and decode-add of one input."""
+    codec, key = lc.codec(spec), lc.Key(seed=1)
+    wire = codec.encode(x, key)
+    target = torch.zeros_like(x)
+    work = {
+        "encode": lambda: codec.encode(x, key, out=wire),
+        "decode-add": lambda: codec.decode(wire, out=target, add=True),
+    }
+    rows = []
+    for kind, function in work.items():
+        ms = milliseconds(function)
+        row = {"name": kind, "codec": spec, "input": name, "numel": x.numel(), "ms": ms}
+        row["bits"] = 8 * wire.nbytes / x.numel()
+        rows.append({**row, "fp32_gb_s": 4 * x.numel() / ms / 1e6})
+    return rows
+
+
+def main() -> None:
+    """Measure, print, and save if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--numel", type=int, default=1 << 26)
+    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.ecdq_gpu needs a CUDA device")
+    rows: list[dict[str, Any]] = []
+    for name, x in inputs(options.numel).items():
+        for spec in SPECS if name == "gaussian" else SPECS[:1]:
+            rows += rows_of(name, x, spec)
+    for row in rows:
+        print(
+            f"{row['name']:11} {row['input']:14} {row['codec']:34} {row['bits']:6.3f} bits "
+            f"{row['ms']:8.4f} ms {row['fp32_gb_s']:7.0f} GB/s"
+        )
+    if options.save:
+        print(f"saved {save('ecdq_gpu', rows)}")
+
+
+if __name__ == "__main__":
+    main()
