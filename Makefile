@@ -21,7 +21,7 @@ demo: $(STAMP) ## Codecs on the gradients of a small network: bits, error, speed
 test: lint ## Lint, then run all tests
 	ONEDNN_MAX_CPU_ISA=AVX512_CORE $(BIN)/python -m pytest -q
 
-fuzz: $(STAMP) ## A million hostile streams for every coder (about 15 minutes)
+fuzz: $(STAMP) ## A million hostile streams for every coder (about 6 minutes)
 	$(BIN)/python tests/fuzz.py
 
 bench: $(STAMP) ## Measure codecs and CPU kernels; GRADIENTS=file.npz adds models

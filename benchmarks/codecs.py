@@ -134,7 +134,10 @@ def dithered_bits(step: float) -> float:
 
 def theory() -> list[dict[str, Any]]:
     """What is known of Gaussian sources: EDEN, ideal ECDQ, Shannon."""
-    rows = [{"name": f"EDEN, {b} bits", "bits": float(b), "nmse": eden(b)} for b in (1, 2, 3, 4)]
+    rows = [
+        {"name": f"EDEN, {b} bit{'s' * (b > 1)}", "bits": float(b), "nmse": eden(b)}
+        for b in (1, 2, 3, 4)
+    ]
     for step in (0.5, 1.0, 2.0):
         rows.append(
             {
