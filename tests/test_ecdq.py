@@ -164,6 +164,8 @@ def test_segments_have_steps_of_their_own() -> None:
     )
     codec = lc.ECDQ(error=0.05)
     wire = codec.encode(x, KEY, segments=parts)
+    assert wire.nbytes <= wire.buffer.numel() == codec.nbytes(len(x), segments=parts)
+    assert codec.nbytes(len(x)) < codec.nbytes(len(x), segments=parts)
     y = codec.decode(wire)
     for a, b in zip(x.split(parts), y.split(parts), strict=True):
         if len(a) > 1:

@@ -43,6 +43,12 @@ class Codec(ABC):
     unbiased: ClassVar[bool]
     summable: ClassVar[bool] = False
     segmented: ClassVar[bool] = False  # has one step a tensor: encode takes segments=
+    remembers: ClassVar[bool] = False  # has a memory of each parameter: encode takes places=
+
+    @property
+    def varies(self) -> bool:
+        """Whether the length of a wire depends on the values."""
+        return self._header(1, torch.float32, 1, ()).coder != 0
 
     def encode(
         self,
@@ -139,9 +145,15 @@ class Codec(ABC):
         """
         raise TypeError(f"wires of {self.name} cannot be summed; decode each and add")
 
-    def nbytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+    def nbytes(
+        self,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        segments: Sequence[int] | None = None,
+    ) -> int:
         """Length of the wire of `numel` values; with a coder, what it never exceeds."""
-        return HEADER_BYTES + self._room(_header_of(self, numel, dtype, 1, ())[0])
+        parts = self._parts(numel, segments)
+        return HEADER_BYTES + self._room(_header_of(self, numel, dtype, 1, parts)[0])
 
     @abstractmethod
     def variance_bound(self, d: int) -> float | None:

@@ -74,6 +74,7 @@ class Feedback(Codec):
     name: ClassVar[str] = "feedback"
     id: ClassVar[int] = 11
     unbiased: ClassVar[bool] = False
+    remembers: ClassVar[bool] = True
 
     inner: Codec
     memory: Memory = field(default_factory=Memory, init=False, repr=False, compare=False)
@@ -105,8 +106,14 @@ class Feedback(Codec):
     def variance_bound(self, d: int) -> float | None:
         return None
 
-    def nbytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
-        return HEADER_BYTES + self._room(_form(self.inner, numel, dtype, ()).outer)
+    def nbytes(
+        self,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        segments: Sequence[int] | None = None,
+    ) -> int:
+        parts = self.inner._parts(numel, segments)
+        return HEADER_BYTES + self._room(_form(self.inner, numel, dtype, parts).outer)
 
     def encode(
         self,
