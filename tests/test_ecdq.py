@@ -330,3 +330,10 @@ def test_numba_chooses_the_steps_of_the_reference(name: str, settings_: dict) ->
 def test_fixed_point_rounds_to_nearest() -> None:
     t = fixed_point(torch.tensor([0.0, 1.0, -1.0, 0.5 / 65536, -0.51 / 65536]), torch.tensor(1.0))
     assert t.tolist() == [0, 65536, -65536, 1, -1]
+
+
+def test_a_share_of_the_budget() -> None:
+    assert lc.ECDQ(error=0.08).at_share(0.5) == lc.ECDQ(error=0.04)
+    assert lc.ECDQ(step=1.0).at_share(0.5) == lc.ECDQ(step=1.0)
+    assert lc.codec("rotate(ecdq:error=0.08)").at_share(0.5) == lc.codec("rotate(ecdq:error=0.04)")
+    assert lc.codec("dqsg").at_share(0.5) == lc.codec("dqsg")

@@ -17,7 +17,7 @@ PACKAGE = Path(laconic.__file__).parent
 
 # each layer imports from its own row and from rows above only; missing ones are still to come
 LAYERS = (
-    ("errors", "_key"),
+    ("errors", "_key", "_version"),
     ("kernels",),
     ("_wire",),
     ("coders",),

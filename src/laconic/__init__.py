@@ -1,6 +1,7 @@
 """laconic: data-parallel PyTorch training over thin wires."""
 
 from laconic._key import Key
+from laconic._version import __version__
 from laconic._wire import Wire
 from laconic.codecs import (
     BF16,
@@ -22,8 +23,8 @@ from laconic.codecs import (
     wrappers,
 )
 from laconic.errors import ConfigError, LaconicError, WireError
-
-__version__ = "0.1.0"
+from laconic.exchanges import AllGather, AllReduce, Exchange, ScatterReduce, exchanges
+from laconic.integrations import HookState, Policy, Stats, comm_hook, compress
 
 __all__ = [
     "BF16",
@@ -32,20 +33,31 @@ __all__ = [
     "FP16",
     "NDQSG",
     "QSGD",
+    "AllGather",
+    "AllReduce",
     "Codec",
     "ConfigError",
+    "Exchange",
     "Feedback",
     "Global",
     "GlobalExp",
+    "HookState",
     "Key",
     "LaconicError",
     "Place",
+    "Policy",
     "QSGDTopK",
     "Rotate",
+    "ScatterReduce",
+    "Stats",
     "Uncompressed",
     "Wire",
     "WireError",
+    "__version__",
     "codec",
     "codecs",
+    "comm_hook",
+    "compress",
+    "exchanges",
     "wrappers",
 ]

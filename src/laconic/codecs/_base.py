@@ -155,6 +155,10 @@ class Codec(ABC):
         parts = self._parts(numel, segments)
         return HEADER_BYTES + self._room(_header_of(self, numel, dtype, 1, parts)[0])
 
+    def at_share(self, share: float) -> Codec:
+        """The codec at a share of its error budget; itself if it has none."""
+        return self
+
     @abstractmethod
     def variance_bound(self, d: int) -> float | None:
         """Bound on E‖Q(v) - v‖² / ‖v‖² over all v of d values, or None if there is none."""

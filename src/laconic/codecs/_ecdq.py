@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -85,6 +85,9 @@ class ECDQ(Codec):
             object.__setattr__(self, name, float(value))
         check_choice(self.name, "subtract", self.subtract, tuple(_SUBTRACT))
         coder(self.coder)
+
+    def at_share(self, share: float) -> ECDQ:
+        return self if self.error is None else replace(self, error=share * self.error)
 
     def variance_bound(self, d: int) -> float | None:
         """Δ²/12 a value, Δ = f·rms, if the dither is subtracted; no choice is worse than that.

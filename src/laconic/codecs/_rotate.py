@@ -88,6 +88,9 @@ class Rotate(Codec):
         object.__setattr__(self, "unbiased", self.inner.unbiased)
         object.__setattr__(self, "segmented", self.inner.segmented)
 
+    def at_share(self, share: float) -> Rotate:
+        return replace(self, inner=self.inner.at_share(share))
+
     def variance_bound(self, d: int) -> float | None:
         return self.inner.variance_bound(d)
 

@@ -1,0 +1,23 @@
+"""Exchanges: how encoded tensors travel and add up."""
+
+from __future__ import annotations
+
+from laconic.exchanges._allgather import AllGather
+from laconic.exchanges._allreduce import AllReduce
+from laconic.exchanges._base import Call, Exchange, Traffic, Workspace
+from laconic.exchanges._pair import default_exchange, exchange, exchanges, pair
+from laconic.exchanges._scatter_reduce import ScatterReduce
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "Call",
+    "Exchange",
+    "ScatterReduce",
+    "Traffic",
+    "Workspace",
+    "default_exchange",
+    "exchange",
+    "exchanges",
+    "pair",
+]

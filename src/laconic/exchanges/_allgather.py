@@ -1,0 +1,41 @@
+"""All-gather: every rank sends its whole tensor to all, as QSGD is printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from laconic.codecs import Codec
+from laconic.errors import ConfigError
+from laconic.exchanges._base import Call, Exchange
+from laconic.exchanges._transport import share
+from laconic.exchanges._wires import Sizes, decode, encode
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGather(Exchange):
+    """`allgather`: x = Σ_i decode(wire of rank i)/n, in order of ranks.
+
+    One encoding only, so the error is e1/(n·κ) of the mean; but a rank sends its wire n - 1 times,
+    and decodes n: for few ranks, or small messages. All ranks, the sender too, decode the same
+    wires in the same order, so all end with the same bits.
+
+    Alistarh et al., QSGD, NIPS 2017, algorithm 1.
+    """
+
+    name: ClassVar[str] = "allgather"
+
+    def check(self, codec: Codec) -> None:
+        if codec.name == "ndqsg":
+            raise ConfigError(
+                "ndqsg decodes with side information, which allgather does not have; use dqsg"
+            )
+
+    def mean(self, x: Tensor, codec: Codec, call: Call) -> None:
+        n, places = call.size, call.inside(0, x.numel())
+        mine = encode(codec, x, call.key(call.rank), places, call)
+        sizes = Sizes.of(codec, [x.numel()] * n, [places] * n, x.dtype)
+        for i, message in enumerate(share(mine, call, sizes)):
+            decode(codec, message, x, call.key(i), places, x.dtype, add=i > 0, weight=1 / n)

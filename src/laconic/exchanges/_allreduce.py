@@ -1,0 +1,46 @@
+"""All-reduce: integers or floats are added while encoded, inside one collective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from laconic.codecs import Codec
+from laconic.errors import ConfigError
+from laconic.exchanges._base import Call, Exchange
+from laconic.exchanges._transport import gather_numbers, sum_in_place
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Exchange):
+    """`allreduce`: codecs whose wires add up (none, fp16, bf16, global).
+
+    1. Where the codec has a shared scale: every rank's local norm to all, as plain numbers, so that
+       NaN stays NaN (Gloo's MAX loses it).
+    2. payload = encode(x, workers=n); all-reduce(payload, SUM); x = decode_sum(payload).
+
+    Bytes a rank sends: those of the backend's all-reduce, 2·(n-1)/n of the payload for a ring.
+    """
+
+    name: ClassVar[str] = "allreduce"
+
+    def check(self, codec: Codec) -> None:
+        if not codec.summable:
+            raise ConfigError(
+                f"{codec.name}'s wires do not add up in an all-reduce; use "
+                f"'{codec}@scatter-reduce', or a codec that sums: none, fp16, bf16, global"
+            )
+
+    def mean(self, x: Tensor, codec: Codec, call: Call) -> None:
+        keys = [call.key(rank) for rank in range(call.size)]
+        norm = None
+        if hasattr(codec, "local_norm"):
+            local = codec.local_norm(x)  # pyright: ignore[reportAttributeAccessIssue]
+            norms = gather_numbers(local, call)
+            norm = codec.global_norm(norms)  # pyright: ignore[reportAttributeAccessIssue]
+        wire = codec.encode(x, keys[call.rank], norm=norm, workers=call.size)
+        payload = wire.payload
+        sum_in_place(payload, call)
+        codec.decode_sum(payload, keys, norm=norm, shape=x.shape, dtype=x.dtype, out=x)

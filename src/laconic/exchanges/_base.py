@@ -1,0 +1,121 @@
+"""The contract that every exchange keeps: a tensor on each rank → their mean, the same bits."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic._key import Key
+from laconic.codecs import Codec, Place
+
+_CHUNKS = 1 << 20  # more than ranks: keys of different chunks differ
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent so far, and how long it was in collectives, waiting included."""
+
+    sent_bytes: int = 0
+    wire_seconds: float = 0.0
+
+    @contextmanager
+    def sending(self, count: float) -> Iterator[None]:
+        """Count bytes, and the time of the enclosed collective (on CUDA: of its launch)."""
+        start = time.perf_counter()
+        yield
+        self.wire_seconds += time.perf_counter() - start
+        self.sent_bytes += round(count)
+
+
+class Workspace:
+    """Buffers that are made once and grow."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The buffer of that name, uninitialised; valid until it is taken again."""
+        key = (name, dtype, device)
+        kept = self._kept.get(key)
+        if kept is None or kept.numel() < numel:
+            kept = self._kept[key] = torch.empty(numel, dtype=dtype, device=device)
+        return kept[:numel]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One exchange of one tensor: among whom, and what names its draws.
+
+    `tensor` is a number that all ranks give this tensor and no other one at this step; `places` say
+    which parameters it holds, for codecs with a step or a memory for each.
+    """
+
+    group: dist.ProcessGroup
+    seed: int = 0
+    step: int = 0
+    tensor: int = 0
+    places: tuple[Place, ...] = ()
+    workspace: Workspace = field(default_factory=Workspace, compare=False)
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        return self.group.rank()
+
+    def key(self, rank: int, chunk: int = 0, phase: int = 0) -> Key:
+        """Names the encoding of a chunk by a rank: first (phase 0) or of a mean (phase 1)."""
+        tensor = self.tensor * _CHUNKS + chunk
+        return Key(seed=self.seed, step=self.step, tensor=tensor, rank=rank, phase=phase)
+
+    def inside(self, start: int, stop: int) -> list[Place]:
+        """The places of values start .. stop-1."""
+        found, first = [], 0
+        for place in self.places:
+            low, high = max(start, first), min(stop, first + place.numel)
+            if low < high:
+                found.append(
+                    Place(
+                        parameter=place.parameter,
+                        start=place.start + low - first,
+                        numel=high - low,
+                        total=place.total,
+                    )
+                )
+            first += place.numel
+        return found
+
+
+class Exchange(ABC):
+    """How encoded tensors travel and add up. Subclasses are frozen dataclasses: settings only."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def check(self, codec: Codec) -> None:
+        """ConfigError, with a pair that works, if this exchange cannot carry the codec."""
+
+    @abstractmethod
+    def mean(self, x: Tensor, codec: Codec, call: Call) -> None:
+        """Replace flat x by the mean over the group: the same bits on every rank.
+
+        All ranks call with the same codec settings, length, dtype and call, in the same order.
+        Waits for other ranks on the host where the backend does (Gloo).
+        """
+
+    def __str__(self) -> str:
+        """The text that names this exchange."""
+        return self.name

@@ -1,0 +1,72 @@
+"""Encoding and decoding inside an exchange: keys, places and lengths are known to all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic._key import Key
+from laconic._wire import Wire
+from laconic.codecs import Codec, Place
+from laconic.exchanges._base import Call
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of the messages that arrive: known to all, or no more than so many each."""
+
+    bytes: tuple[int, ...]
+    known: bool
+
+    @staticmethod
+    def of(
+        codec: Codec,
+        counts: Sequence[int],
+        places: Sequence[Sequence[Place]],
+        dtype: torch.dtype,
+    ) -> Sizes:
+        """Of wires of so many values each; none for no values."""
+        found = [
+            codec.nbytes(count, dtype, segments_of(own)) if count else 0
+            for count, own in zip(counts, places, strict=True)
+        ]
+        return Sizes(tuple(found), not codec.varies)
+
+
+def segments_of(places: Sequence[Place]) -> list[int] | None:
+    """What a codec with one step a tensor needs to know."""
+    return [place.numel for place in places] or None
+
+
+def encode(codec: Codec, x: Tensor, key: Key, places: Sequence[Place], call: Call) -> Tensor:
+    """The bytes of x's wire, in a buffer of the workspace of that chunk and phase."""
+    segments = segments_of(places)
+    room = codec.nbytes(x.numel(), x.dtype, segments)
+    buffer = call.workspace.take(
+        f"wire {key.tensor % call.size} {key.phase}", room, torch.uint8, x.device
+    )
+    memory: dict[str, Any] = {"places": places} if codec.remembers and places else {}
+    return codec.encode(x, key, out=buffer, segments=segments, **memory).data
+
+
+def decode(
+    codec: Codec,
+    message: Tensor,
+    out: Tensor,
+    key: Key,
+    places: Sequence[Place],
+    dtype: torch.dtype,
+    *,
+    add: bool = False,
+    weight: float = 1.0,
+) -> None:
+    """out (+)= weight · what `message` holds, a wire of out's length and of this dtype."""
+    segments = segments_of(places) if codec.segmented else None
+    if segments is not None and len(segments) < 2:
+        segments = None
+    wire = Wire.parse(message, key=key, shape=out.shape, dtype=dtype, segments=segments)
+    codec.decode(wire, out=out, add=add, weight=weight)

@@ -1,0 +1,261 @@
+"""The DDP hook on real processes: replicas equal to the bit, settings compared, nothing hangs."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic as lc
+
+SPECS = ("none", "dqsg:bits=4", "global:bits=8", "ecdq:error=0.05", "feedback(qsgd-topk)")
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(64, 192), nn.ReLU(), nn.Linear(192, 192), nn.ReLU(), nn.Linear(192, 10)
+    )
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(32, 64, generator=generator)
+    return x, x[:, :10].argmax(1)
+
+
+def train(model: nn.Module, steps: int, first: int = 0, rank: int | None = None) -> list[float]:
+    rank = dist.get_rank() if rank is None else rank
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(first, first + steps):
+        x, y = batch(rank, step)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def equal_everywhere(model: nn.Module) -> bool:
+    mine = flat(model)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return all(torch.equal(mine, other) for other in every)
+
+
+def replicas_stay_equal(rank: int) -> dict[str, Any]:
+    plain = DistributedDataParallel(network())
+    reference = train(plain, 25)
+    found: dict[str, Any] = {"plain": reference[-1]}
+    for spec in SPECS:
+        model = DistributedDataParallel(
+            network(), bucket_cap_mb=0.05
+        )  # several buckets, rebuilt after a step
+        handle = lc.compress(model, spec)
+        losses = train(model, 25)
+        stats = handle.stats()
+        found[spec] = {
+            "equal": equal_everywhere(model),
+            "last": losses[-1],
+            "ratio": stats.ratio,
+            "steps": stats.steps,
+            "close": torch.allclose(flat(model), flat(plain), atol=1e-5),
+        }
+    return found
+
+
+def variants_train(rank: int) -> dict[str, bool]:
+    found = {}
+    kinds: dict[str, dict[str, Any]] = {
+        "views": {"gradient_as_bucket_view": True},
+        "static": {"static_graph": True},
+        "unused": {"find_unused_parameters": True},
+    }
+    for name, options in kinds.items():
+        model = DistributedDataParallel(network(), bucket_cap_mb=0.05, **options)
+        lc.compress(model, "ecdq:error=0.05")
+        train(model, 5)
+        found[name] = equal_everywhere(model)
+
+    model = DistributedDataParallel(network())
+    lc.compress(model, "dqsg:bits=4")
+    with model.no_sync():
+        x, y = batch(rank, 0)
+        nn.functional.cross_entropy(model(x), y).backward()
+    train(model, 3, first=1)
+    found["no_sync"] = equal_everywhere(model)
+
+    warm, plain = DistributedDataParallel(network()), DistributedDataParallel(network())
+    handle = lc.compress(warm, "qsgd:bits=2", warmup_steps=4)
+    for model in (warm, plain):
+        train(model, 4)
+    found["warm-up is plain DDP"] = torch.allclose(flat(warm), flat(plain), atol=1e-6)
+    for model in (warm, plain):
+        train(model, 1, first=4)
+    found["then it compresses"] = not torch.allclose(flat(warm), flat(plain), atol=1e-6)
+    found["steps"] = handle.stats().steps == 5
+
+    mixed = network()
+    mixed[0].weight.requires_grad_(False)
+    model = DistributedDataParallel(mixed)
+    lc.compress(model, "dqsg:bits=4", policy=lc.Policy(min_numel=0, min_dims=1))
+    train(model, 3)
+    found["frozen, all compressed"] = equal_everywhere(model)
+    return found
+
+
+def non_finite_everywhere(rank: int) -> dict[str, bool]:
+    found = {}
+    for spec in ("dqsg:bits=4", "ecdq:error=0.05", "global:bits=8", "fp16"):
+        model = DistributedDataParallel(network())
+        lc.compress(model, spec)
+        x, y = batch(rank, 0)
+        if rank == 1:
+            x[0, 0] = torch.inf
+        nn.functional.cross_entropy(model(x), y).backward()
+        weight = model.module[0].weight.grad
+        found[spec] = not bool(weight.isfinite().all())
+    return found
+
+
+def resume_is_exact(rank: int) -> dict[str, bool]:
+    """Once DDP has rebuilt its buckets, after the first step, equal states go on alike."""
+    gradients = []
+    first, second = (DistributedDataParallel(network()) for _ in range(2))
+    handles = [lc.compress(model, "feedback(qsgd:bits=2)", seed=5) for model in (first, second)]
+    train(first, 3)
+    weights, state = copy.deepcopy(first.module.state_dict()), handles[0].state_dict()
+    train(second, 2)
+    for model, handle in zip((first, second), handles, strict=True):
+        model.module.load_state_dict(weights)
+        handle.load_state_dict(state)
+        model.zero_grad()
+        x, y = batch(rank, 7)
+        nn.functional.cross_entropy(model(x), y).backward()
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
+    return {"equal": torch.equal(*gradients)}
+
+
+def disagreement_is_named(rank: int) -> dict[str, str]:
+    model = DistributedDataParallel(network())
+    try:
+        lc.compress(model, "dqsg:bits=4" if rank != 1 else "dqsg:bits=3", timeout_s=50)
+    except lc.ConfigError as error:
+        return {"error": str(error)}
+    return {"error": "none"}
+
+
+def sub_group(rank: int) -> dict[str, bool]:
+    pair = dist.new_group([0, 2])
+    if rank == 1:
+        return {"equal": True}
+    model = DistributedDataParallel(network(), process_group=pair)
+    handle = lc.compress(model, "ecdq:error=0.05")
+    train(model, 3)
+    mine = flat(model)
+    every = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(every, mine, group=pair)
+    return {"equal": torch.equal(*every) and handle.group.size() == 2}
+
+
+def worker(rank: int, size: int, store: str, jobs: list[Any], results: Any) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    torch.set_num_threads(1)
+    for job in jobs:
+        try:
+            results.put((rank, job.__name__, job(rank)))
+        except Exception:
+            results.put((rank, job.__name__, traceback.format_exc()))
+            return
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+JOBS = [
+    replicas_stay_equal,
+    variants_train,
+    non_finite_everywhere,
+    resume_is_exact,
+    disagreement_is_named,
+    sub_group,
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Any]:
+    """All jobs on 3 ranks, in one set of processes."""
+    context, size = mp.get_context("spawn"), 3
+    results = context.Queue()
+    store = str(Path(tmp_path_factory.mktemp("store")) / "file")
+    started = [
+        context.Process(target=worker, args=(rank, size, store, JOBS, results))
+        for rank in range(size)
+    ]
+    for process in started:
+        process.start()
+    answers = {}
+    for _ in range(size * len(JOBS)):
+        rank, name, value = results.get(timeout=120)
+        assert not isinstance(value, str), f"rank {rank}, {name}: {value}"
+        answers[rank, name] = value
+    for process in started:
+        process.join(60)
+        assert process.exitcode == 0
+    return answers
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("spec", SPECS)
+def test_replicas_stay_equal_and_learn(found: dict[tuple[int, str], Any], spec: str) -> None:
+    for rank in range(3):
+        answer = found[rank, "replicas_stay_equal"]
+        assert answer[spec]["equal"] and answer[spec]["steps"] == 25
+        if spec == "none":
+            assert answer[spec]["close"]
+        else:
+            assert answer[spec]["ratio"] > 2
+        if not spec.startswith("feedback"):
+            assert answer[spec]["last"] < answer["plain"] + 0.5
+
+
+@pytest.mark.parametrize(
+    "job", ["variants_train", "non_finite_everywhere", "resume_is_exact", "sub_group"]
+)
+def test_what_ddp_can_do_still_works(found: dict[tuple[int, str], Any], job: str) -> None:
+    for rank in range(3):
+        wrong = [name for name, good in found[rank, job].items() if not good]
+        assert not wrong
+
+
+def test_ranks_that_disagree_all_say_so(found: dict[tuple[int, str], Any]) -> None:
+    for rank in range(3):
+        said = found[rank, "disagreement_is_named"]["error"]
+        assert "codec" in said and "rank 1" in said and "ranks 0, 2" in said
+
+
+def test_compress_wants_a_ddp_model() -> None:
+    with pytest.raises(lc.ConfigError, match="DistributedDataParallel"):
+        lc.compress(nn.Linear(2, 2), "dqsg")  # pyright: ignore[reportArgumentType]

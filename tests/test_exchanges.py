@@ -1,0 +1,177 @@
+"""Every codec on every exchange that carries it: the same bits on 3 and on 5 ranks, near the mean.
+
+One set of processes per number of ranks, over Gloo, runs all pairs; each is asserted on its own.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import laconic as lc
+from laconic.exchanges import Call, Workspace, exchanges, pair
+
+STEPS = 20
+PARTS = (5000, 1, 12_000, 3000)  # parameters in the tensor
+CODECS = (
+    "none",
+    "fp16",
+    "bf16",
+    "qsgd:bits=4",
+    "qsgd:bits=4,coder=elias",
+    "dqsg:bits=4",
+    "dqsg:bits=3,block=100",
+    "global:bits=8",
+    "global:bits=32",
+    "rotate(dqsg:bits=4)",
+    "ecdq:error=0.05",
+    "ecdq:error=0.05,coder=rans",
+    "feedback(qsgd-topk)",
+    "feedback(ecdq:error=0.5)",
+)
+
+
+def pairs() -> Iterator[str]:
+    for codec in CODECS:
+        for way in exchanges():
+            try:
+                pair(codec, way)
+            except lc.ConfigError:
+                continue
+            yield f"{codec}@{way}"
+
+
+def gradients(size: int, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """One vector a rank, half of it shared by all."""
+    generator = torch.Generator().manual_seed(step)
+    common = torch.randn(sum(PARTS), generator=generator)
+    own = [torch.randn(sum(PARTS), generator=generator) for _ in range(size)]
+    return [(common + part).to(dtype) for part in own]
+
+
+def worker(rank: int, size: int, store: str, results: Any) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    torch.set_num_threads(1)
+    places = tuple(
+        lc.Place(parameter=i, start=0, numel=numel, total=numel) for i, numel in enumerate(PARTS)
+    )
+    try:
+        for text in pairs():
+            results.put((rank, text, outcome(text, size, places)))
+    except Exception:
+        results.put((rank, "error", traceback.format_exc()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def outcome(text: str, size: int, places: tuple[lc.Place, ...]) -> dict[str, Any]:
+    """Bits after 20 steps, the error of the last mean, and what a lone odd step makes of NaN."""
+    codec, way = pair(text)
+    group = dist.group.WORLD
+    assert group is not None
+    space, bits, error = Workspace(), [], 0.0
+    for step in range(STEPS):
+        dtype = torch.bfloat16 if step == STEPS - 2 else torch.float32
+        xs = gradients(size, step, dtype)
+        x = xs[group.rank()].clone()
+        call = Call(group=group, step=step, tensor=3, places=places, workspace=space)
+        way.mean(x, codec, call)
+        bits.append(hash_of(x))
+        if step == STEPS - 1:
+            mean = torch.stack([v.double() for v in xs]).mean(0)
+            error = float((x.double() - mean).square().sum() / mean.square().sum())
+    x = gradients(size, 99, torch.float32)[group.rank()]
+    if group.rank() == 1:
+        x[700] = torch.nan
+    way.mean(x, codec, Call(group=group, step=99, tensor=3, places=places, workspace=space))
+    return {"bits": bits, "error": error, "nan": not bool(x.isfinite().all()), "last": hash_of(x)}
+
+
+def hash_of(x: torch.Tensor) -> int:
+    words = x.contiguous().view(torch.int16).to(torch.int64)
+    return int((words * (torch.arange(words.numel()) * 2654435761 % 1000003 + 1)).sum())
+
+
+@lru_cache
+def run(size: int, folder: str) -> dict[tuple[int, str], dict[str, Any]]:
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    store = str(Path(folder) / f"store{size}")
+    started = [
+        context.Process(target=worker, args=(rank, size, store, results)) for rank in range(size)
+    ]
+    for process in started:
+        process.start()
+    found = {}
+    for _ in range(size * len(list(pairs()))):
+        rank, text, value = results.get(timeout=120)
+        assert text != "error", value
+        found[rank, text] = value
+    for process in started:
+        process.join(60)
+        assert process.exitcode == 0
+    return found
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("stores"))
+
+
+def allowed(text: str) -> float:
+    """Error of the mean that a pair may have on these gradients."""
+    if text.startswith("feedback"):
+        return 2.0
+    bounds = {"none": 1e-12, "fp16": 1e-5, "bf16": 1e-3, "global:bits=32": 1e-3}
+    for name, bound in bounds.items():
+        if text.startswith(name):
+            return bound
+    return 0.05 if text.startswith("ecdq") else 0.25  # error= is the budget of the mean
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize("text", list(pairs()))
+def test_all_ranks_hold_the_same_bits_near_the_mean(text: str, size: int, folder: str) -> None:
+    found = [run(size, folder)[rank, text] for rank in range(size)]
+    for rank in range(1, size):
+        assert found[rank]["bits"] == found[0]["bits"], f"rank {rank} differs"
+        assert found[rank]["last"] == found[0]["last"]
+    assert all(one["nan"] for one in found)
+    assert found[0]["error"] <= allowed(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("dqsg:bits=4@allreduce", "scatter-reduce"),
+        ("ndqsg@scatter-reduce", "use dqsg"),
+        ("dqsg@scater-reduce", "did you mean scatter-reduce"),
+        ("ndqsg@allgather", "use dqsg"),
+    ],
+)
+def test_pairs_that_make_no_sense_are_refused_with_advice(text: str, match: str) -> None:
+    with pytest.raises(lc.ConfigError, match=match):
+        pair(text)
+    with pytest.raises(lc.ConfigError, match="leave exchange= out"):
+        pair("none@allreduce", "allreduce")
+
+
+def test_default_exchanges() -> None:
+    assert str(pair("global:bits=8")[1]) == "allreduce"
+    assert str(pair("ecdq")[1]) == "scatter-reduce"
