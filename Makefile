@@ -14,7 +14,8 @@ help: ## Say what the targets do
 
 venv: $(STAMP) ## Create or update .venv
 
-demo: $(STAMP) ## Codecs on the gradients of a small network: bits, error, speed
+demo: $(STAMP) ## Four workers train with several codecs; then all codecs: bits, error, speed
+	$(BIN)/python examples/digits_train.py
 	$(BIN)/python examples/digits_codecs.py
 
 # The cap keeps oneDNN off instructions that some virtual machines announce and do not have.

@@ -23,7 +23,7 @@ from laconic.codecs import (
     wrappers,
 )
 from laconic.errors import ConfigError, LaconicError, WireError
-from laconic.exchanges import AllGather, AllReduce, Exchange, ScatterReduce, exchanges
+from laconic.exchanges import AllGather, AllReduce, Exchange, ScatterReduce, exchanges, pair
 from laconic.integrations import HookState, Policy, Stats, comm_hook, compress
 
 __all__ = [
@@ -59,5 +59,6 @@ __all__ = [
     "comm_hook",
     "compress",
     "exchanges",
+    "pair",
     "wrappers",
 ]
