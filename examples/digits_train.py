@@ -27,6 +27,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
@@ -120,7 +121,7 @@ def run(size: int, steps: int) -> list[Result]:
     results: Any = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        mp.spawn(worker, args=(size, steps, store, results), nprocs=size)
+        spawn(worker, args=(size, steps, store, results), nprocs=size)
     return [results.get() for _ in SPECS]
 
 

@@ -23,7 +23,7 @@ from laconic.codecs import (
     wrappers,
 )
 from laconic.errors import ConfigError, LaconicError, WireError
-from laconic.exchanges import AllGather, AllReduce, Exchange, ScatterReduce, exchanges, pair
+from laconic.exchanges import AllGather, AllReduce, Exchange, ScatterReduce, Tree, exchanges, pair
 from laconic.integrations import HookState, Policy, Stats, comm_hook, compress
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "Rotate",
     "ScatterReduce",
     "Stats",
+    "Tree",
     "Uncompressed",
     "Wire",
     "WireError",

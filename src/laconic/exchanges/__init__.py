@@ -7,6 +7,7 @@ from laconic.exchanges._allreduce import AllReduce
 from laconic.exchanges._base import Call, Exchange, Traffic, Workspace
 from laconic.exchanges._pair import default_exchange, exchange, exchanges, pair
 from laconic.exchanges._scatter_reduce import ScatterReduce
+from laconic.exchanges._tree import Tree
 
 __all__ = [
     "AllGather",
@@ -15,6 +16,7 @@ __all__ = [
     "Exchange",
     "ScatterReduce",
     "Traffic",
+    "Tree",
     "Workspace",
     "default_exchange",
     "exchange",

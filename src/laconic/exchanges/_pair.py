@@ -10,9 +10,10 @@ from laconic.exchanges._allgather import AllGather
 from laconic.exchanges._allreduce import AllReduce
 from laconic.exchanges._base import Exchange
 from laconic.exchanges._scatter_reduce import ScatterReduce
+from laconic.exchanges._tree import Tree
 
 _BY_NAME: dict[str, type[Exchange]] = {
-    kind.name: kind for kind in (AllReduce, ScatterReduce, AllGather)
+    kind.name: kind for kind in (AllReduce, ScatterReduce, AllGather, Tree)
 }
 
 
@@ -34,8 +35,10 @@ def exchanges() -> list[str]:
 
 
 def default_exchange(own: Codec) -> Exchange:
-    """allreduce for codecs that sum, scatter-reduce for the others."""
-    return AllReduce() if own.summable else ScatterReduce()
+    """allreduce for codecs that sum, tree for those that add in pairs, else scatter-reduce."""
+    if own.summable:
+        return AllReduce()
+    return Tree() if hasattr(own, "reduce") else ScatterReduce()
 
 
 def pair(spec: str | Codec, name: str | Exchange | None = None) -> tuple[Codec, Exchange]:

@@ -12,9 +12,7 @@ from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._base import Call, Exchange
 from laconic.exchanges._transport import share, swap
-from laconic.exchanges._wires import Sizes, decode, encode
-
-_GRAIN = 512  # chunks start at multiples: blocks of scales are not cut for nothing
+from laconic.exchanges._wires import Sizes, chunk_edges, decode, encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +44,7 @@ class ScatterReduce(Exchange):
 
     def mean(self, x: Tensor, codec: Codec, call: Call) -> None:
         n, rank, half = call.size, call.rank, codec.at_share(0.5)
-        size = -(-x.numel() // (n * _GRAIN)) * _GRAIN
-        edges = [min(size * j, x.numel()) for j in range(n + 1)]
+        edges = chunk_edges(x.numel(), n)
         chunks = [x[edges[j] : edges[j + 1]] for j in range(n)]
         counts = [chunk.numel() for chunk in chunks]
         places = [call.inside(edges[j], edges[j + 1]) for j in range(n)]

@@ -12,7 +12,10 @@ from torch import Tensor
 from laconic._key import Key
 from laconic._wire import Wire
 from laconic.codecs import Codec, Place
+from laconic.errors import WireError
 from laconic.exchanges._base import Call
+
+_GRAIN = 512  # chunks start at multiples: blocks of scales are not cut for nothing
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,12 @@ class Sizes:
             for count, own in zip(counts, places, strict=True)
         ]
         return Sizes(tuple(found), not codec.varies)
+
+
+def chunk_edges(numel: int, ranks: int) -> list[int]:
+    """Where the chunks that ranks own begin, and the end of the last."""
+    size = -(-numel // (ranks * _GRAIN)) * _GRAIN
+    return [min(size * j, numel) for j in range(ranks + 1)]
 
 
 def segments_of(places: Sequence[Place]) -> list[int] | None:
@@ -63,10 +72,13 @@ def decode(
     *,
     add: bool = False,
     weight: float = 1.0,
+    workers: int = 1,
 ) -> None:
     """out (+)= weight · what `message` holds, a wire of out's length and of this dtype."""
     segments = segments_of(places) if codec.segmented else None
     if segments is not None and len(segments) < 2:
         segments = None
     wire = Wire.parse(message, key=key, shape=out.shape, dtype=dtype, segments=segments)
+    if wire.header.workers != workers:
+        raise WireError(f"a wire for {wire.header.workers} workers came, not for {workers}")
     codec.decode(wire, out=out, add=add, weight=weight)

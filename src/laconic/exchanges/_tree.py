@@ -1,0 +1,107 @@
+"""A tree for sums that must be rounded at every addition: global-exp's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic._wire import Wire
+from laconic.codecs import Codec
+from laconic.errors import ConfigError
+from laconic.exchanges._base import Call, Exchange
+from laconic.exchanges._transport import gather_numbers, padded, share
+from laconic.exchanges._wires import Sizes, chunk_edges, decode
+
+_FIRST_SUM = 2  # phases 0 and 1 are encodings; additions draw with phases from here on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree(Exchange):
+    """`tree`: every chunk is added up along a balanced tree of its own, then sent to all.
+
+    With v = (rank - j) mod n for chunk j, in round k = 0, 1, .. ceil(log2 n) - 1:
+
+        v mod 2^(k+1) = 2^k      sends its sum of chunk j to v - 2^k
+        v mod 2^(k+1) = 0        adds what comes from v + 2^k, if that is below n
+
+    1. Whatever the chunk, a rank sends to rank - 2^k and receives from rank + 2^k: one message a
+       round. After ceil(log2 n) rounds rank j holds the sum of chunk j, for any n.
+    2. The re-rounding of global-exp climbs at most one exponent an addition: a tree needs
+       ceil(log2 n) of headroom, a chain n - 1. Every addition has a key of its own.
+    3. The owner's wire goes to all, who decode it, times 1/n.
+
+    Bytes a rank sends: about log2(n)/2 + 1 of the encoded tensor.
+    """
+
+    name: ClassVar[str] = "tree"
+
+    def check(self, codec: Codec) -> None:
+        if not hasattr(codec, "reduce"):
+            raise ConfigError(
+                f"a tree adds wires in pairs, which {codec.name} cannot; use '{codec}@"
+                f"{'allreduce' if codec.summable else 'scatter-reduce'}'"
+            )
+
+    def mean(self, x: Tensor, codec: Codec, call: Call) -> None:
+        own: Any = codec  # with local_norm, global_norm and reduce
+        n, rank = call.size, call.rank
+        norm = own.global_norm(gather_numbers(own.local_norm(x), call))
+        edges = chunk_edges(x.numel(), n)
+        chunks = [x[edges[j] : edges[j + 1]] for j in range(n)]
+        wires = [
+            codec.encode(chunk, call.key(rank, j), norm=norm, workers=n)
+            for j, chunk in enumerate(chunks)
+        ]
+        stride, phase = 1, _FIRST_SUM
+        while stride < n:
+            self._round(wires, own, call, stride, phase)
+            stride, phase = 2 * stride, phase + 1
+        counts = [chunk.numel() for chunk in chunks]
+        sizes = Sizes(tuple(wire.nbytes for wire in wires), known=True)
+        for j, message in enumerate(share(wires[rank].data, call, sizes)):
+            if counts[j]:
+                key = call.key(j, j, phase)
+                decode(codec, message, chunks[j], key, (), x.dtype, weight=1 / n, workers=n)
+
+    def _round(self, wires: list[Wire], codec: Any, call: Call, stride: int, phase: int) -> None:
+        """Send half of what is left one way, add what comes the other way."""
+        n, rank = call.size, call.rank
+        place = [(rank - j) % n for j in range(n)]
+        going = [j for j in range(n) if place[j] % (2 * stride) == stride]
+        coming = [j for j in range(n) if place[j] % (2 * stride) == 0 and place[j] + stride < n]
+        send = _joined([wires[j].data for j in going], call, "tree send")
+        room = [padded(wires[j].nbytes) for j in coming]
+        receive = call.workspace.take("tree receive", sum(room), torch.uint8, send.device)
+        moves = []
+        if going:
+            peer = dist.get_global_rank(call.group, (rank - stride) % n)
+            moves.append(dist.P2POp(dist.isend, send, peer, group=call.group))
+        if coming:
+            peer = dist.get_global_rank(call.group, (rank + stride) % n)
+            moves.append(dist.P2POp(dist.irecv, receive, peer, group=call.group))
+        with call.traffic.sending(send.numel()):
+            for work in dist.batch_isend_irecv(moves) if moves else ():
+                work.wait()
+        for j, part in zip(coming, receive.split(room), strict=True):
+            mine = wires[j]
+            theirs = Wire.parse(
+                part[: mine.nbytes],
+                key=call.key((rank + stride) % n, j, phase),
+                shape=mine.shape,
+                dtype=mine.dtype,
+            )
+            wires[j] = codec.reduce(mine, theirs, call.key(rank, j, phase))
+
+
+def _joined(messages: list[Tensor], call: Call, name: str) -> Tensor:
+    """The messages one behind another, each on a 16-byte boundary."""
+    sizes = [padded(message.numel()) for message in messages]
+    device = messages[0].device if messages else torch.device("cpu")
+    joined = call.workspace.take(name, sum(sizes), torch.uint8, device)
+    for part, message in zip(joined.split(sizes), messages, strict=True):
+        part[: message.numel()].copy_(message)
+    return joined
