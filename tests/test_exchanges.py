@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import laconic as lc
-from laconic.exchanges import Call, Workspace, exchanges, pair
+from laconic.codecs._memory import Scratch
+from laconic.exchanges import Call, exchanges, pair
 
 STEPS = 20
 PARTS = (5000, 1, 12_000, 3000)  # parameters in the tensor
@@ -85,12 +86,12 @@ def outcome(text: str, size: int, places: tuple[lc.Place, ...]) -> dict[str, Any
     codec, way = pair(text)
     group = dist.group.WORLD
     assert group is not None
-    space, bits, error = Workspace(), [], 0.0
+    space, bits, error = Scratch(), [], 0.0
     for step in range(STEPS):
         dtype = torch.bfloat16 if step == STEPS - 2 else torch.float32
         xs = gradients(size, step, dtype)
         x = xs[group.rank()].clone()
-        call = Call(group=group, step=step, tensor=3, places=places, workspace=space)
+        call = Call(group=group, step=step, tensor=3, places=places, scratch=space)
         way.mean(x, codec, call)
         bits.append(hash_of(x))
         if step == STEPS - 1:
@@ -99,7 +100,7 @@ def outcome(text: str, size: int, places: tuple[lc.Place, ...]) -> dict[str, Any
     x = gradients(size, 99, torch.float32)[group.rank()]
     if group.rank() == 1:
         x[700] = torch.nan
-    way.mean(x, codec, Call(group=group, step=99, tensor=3, places=places, workspace=space))
+    way.mean(x, codec, Call(group=group, step=99, tensor=3, places=places, scratch=space))
     return {"bits": bits, "error": error, "nan": not bool(x.isfinite().all()), "last": hash_of(x)}
 
 

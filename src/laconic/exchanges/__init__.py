@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from laconic.exchanges._allgather import AllGather
 from laconic.exchanges._allreduce import AllReduce
-from laconic.exchanges._base import Call, Exchange, Traffic, Workspace
+from laconic.exchanges._base import Call, Exchange, Traffic
 from laconic.exchanges._pair import default_exchange, exchange, exchanges, pair
 from laconic.exchanges._scatter_reduce import ScatterReduce
 from laconic.exchanges._tree import Tree
@@ -17,7 +17,6 @@ __all__ = [
     "ScatterReduce",
     "Traffic",
     "Tree",
-    "Workspace",
     "default_exchange",
     "exchange",
     "exchanges",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from laconic.codecs import Codec
@@ -40,7 +41,9 @@ class AllReduce(Exchange):
             local = codec.local_norm(x)  # pyright: ignore[reportAttributeAccessIssue]
             norms = gather_numbers(local, call)
             norm = codec.global_norm(norms)  # pyright: ignore[reportAttributeAccessIssue]
-        wire = codec.encode(x, keys[call.rank], norm=norm, workers=call.size)
+        room = codec.nbytes(x.numel(), x.dtype)
+        buffer = call.scratch.take("wire", room, x.device, torch.uint8)
+        wire = codec.encode(x, keys[call.rank], norm=norm, workers=call.size, out=buffer)
         payload = wire.payload
         sum_in_place(payload, call)
         codec.decode_sum(payload, keys, norm=norm, shape=x.shape, dtype=x.dtype, out=x)

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laconic._key import Key
 from laconic.codecs import Codec, Place
+from laconic.codecs._memory import Scratch
 
 _CHUNKS = 1 << 20  # more than ranks: keys of different chunks differ
 
@@ -35,21 +35,6 @@ class Traffic:
         self.sent_bytes += round(count)
 
 
-class Workspace:
-    """Buffers that are made once and grow."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-
-    def take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The buffer of that name, uninitialised; valid until it is taken again."""
-        key = (name, dtype, device)
-        kept = self._kept.get(key)
-        if kept is None or kept.numel() < numel:
-            kept = self._kept[key] = torch.empty(numel, dtype=dtype, device=device)
-        return kept[:numel]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """One exchange of one tensor: among whom, and what names its draws.
@@ -63,7 +48,7 @@ class Call:
     step: int = 0
     tensor: int = 0
     places: tuple[Place, ...] = ()
-    workspace: Workspace = field(default_factory=Workspace, compare=False)
+    scratch: Scratch = field(default_factory=Scratch, compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     @property

@@ -57,7 +57,7 @@ class ScatterReduce(Exchange):
         here = [0 if i == rank else counts[rank] for i in range(n)]
         arriving = swap(outgoing, call, Sizes.of(codec, here, [places[rank]] * n, x.dtype))
 
-        total = call.workspace.take("sum", counts[rank], torch.float32, x.device)
+        total = call.scratch.take("sum", counts[rank], x.device, torch.float32)
         torch.mul(own, 1 / n, out=total)
         for i, message in enumerate(arriving):
             if here[i]:

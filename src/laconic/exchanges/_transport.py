@@ -29,10 +29,10 @@ def swap(messages: Sequence[Tensor], call: Call, sizes: Sizes) -> list[Tensor]:
     out = [padded(message.numel()) for message in messages]
     arriving = sizes.bytes if sizes.known else _swap_sizes(messages, call, sizes)
     room = [padded(size) for size in arriving]
-    send = call.workspace.take("send", sum(out), torch.uint8, device)
+    send = call.scratch.take("send", sum(out), device, torch.uint8)
     for part, message in zip(send.split(out), messages, strict=True):
         part[: message.numel()].copy_(message)
-    receive = call.workspace.take("receive", sum(room), torch.uint8, device)
+    receive = call.scratch.take("receive", sum(room), device, torch.uint8)
     with call.traffic.sending(sum(out) - out[call.rank]):
         dist.all_to_all_single(receive, send, room, out, group=call.group)
     return [part[:size] for part, size in zip(receive.split(room), arriving, strict=True)]
@@ -47,9 +47,9 @@ def share(message: Tensor, call: Call, sizes: Sizes) -> list[Tensor]:
         return swap([message] * call.size, call, sizes)
     arriving = sizes.bytes if sizes.known else _share_sizes(message, call, sizes)
     room = padded(max(arriving))
-    send = call.workspace.take("send", room, torch.uint8, message.device)
+    send = call.scratch.take("send", room, message.device, torch.uint8)
     send[: message.numel()].copy_(message)
-    receive = call.workspace.take("receive", room * call.size, torch.uint8, message.device)
+    receive = call.scratch.take("receive", room * call.size, message.device, torch.uint8)
     with call.traffic.sending(room * (call.size - 1)):
         dist.all_gather_into_tensor(receive, send, group=call.group)
     return [part[:size] for part, size in zip(receive.split(room), arriving, strict=True)]
@@ -64,7 +64,7 @@ def sum_in_place(payload: Tensor, call: Call) -> None:
 
 def gather_numbers(value: Tensor, call: Call) -> Tensor:
     """One fp32 number of every rank, in order; NaN arrives as NaN."""
-    numbers = call.workspace.take("numbers", call.size, torch.float32, value.device)
+    numbers = call.scratch.take("numbers", call.size, value.device, torch.float32)
     parts = list(numbers.split(1))
     with call.traffic.sending(4 * (call.size - 1)):
         dist.all_gather(parts, value.view(1), group=call.group)

@@ -73,9 +73,10 @@ class Tree(Exchange):
         place = [(rank - j) % n for j in range(n)]
         going = [j for j in range(n) if place[j] % (2 * stride) == stride]
         coming = [j for j in range(n) if place[j] % (2 * stride) == 0 and place[j] + stride < n]
-        send = _joined([wires[j].data for j in going], call, "tree send")
+        device = wires[0].buffer.device
+        send = _joined([wires[j].data for j in going], call, device)
         room = [padded(wires[j].nbytes) for j in coming]
-        receive = call.workspace.take("tree receive", sum(room), torch.uint8, send.device)
+        receive = call.scratch.take("tree receive", sum(room), device, torch.uint8)
         moves = []
         if going:
             peer = dist.get_global_rank(call.group, (rank - stride) % n)
@@ -97,11 +98,10 @@ class Tree(Exchange):
             wires[j] = codec.reduce(mine, theirs, call.key(rank, j, phase))
 
 
-def _joined(messages: list[Tensor], call: Call, name: str) -> Tensor:
+def _joined(messages: list[Tensor], call: Call, device: torch.device) -> Tensor:
     """The messages one behind another, each on a 16-byte boundary."""
     sizes = [padded(message.numel()) for message in messages]
-    device = messages[0].device if messages else torch.device("cpu")
-    joined = call.workspace.take(name, sum(sizes), torch.uint8, device)
+    joined = call.scratch.take("tree send", sum(sizes), device, torch.uint8)
     for part, message in zip(joined.split(sizes), messages, strict=True):
         part[: message.numel()].copy_(message)
     return joined

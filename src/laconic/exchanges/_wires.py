@@ -52,12 +52,12 @@ def segments_of(places: Sequence[Place]) -> list[int] | None:
 
 
 def encode(codec: Codec, x: Tensor, key: Key, places: Sequence[Place], call: Call) -> Tensor:
-    """The bytes of x's wire, in a buffer of the workspace of that chunk and phase."""
+    """The bytes of x's wire, in a scratch buffer of that chunk and phase."""
     segments = segments_of(places)
     room = codec.nbytes(x.numel(), x.dtype, segments)
-    buffer = call.workspace.take(
-        f"wire {key.tensor % call.size} {key.phase}", room, torch.uint8, x.device
-    )
+    # n chunks of a tensor have n different remainders: none overwrites another
+    name = f"wire {key.tensor % call.size} {key.phase}"
+    buffer = call.scratch.take(name, room, x.device, torch.uint8)
     memory: dict[str, Any] = {"places": places} if codec.remembers and places else {}
     return codec.encode(x, key, out=buffer, segments=segments, **memory).data
 

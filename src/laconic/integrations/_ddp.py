@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic._version import __version__
 from laconic.codecs import Codec, Place
+from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
-from laconic.exchanges import Call, Exchange, Traffic, Workspace, pair
+from laconic.exchanges import Call, Exchange, Traffic, pair
 from laconic.exchanges._transport import sum_in_place
 from laconic.integrations._agree import agree
 from laconic.integrations._policy import Policy
@@ -81,7 +82,7 @@ class HookState:
         if not dist.is_initialized():
             raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
         self.warmup_steps, self.seed, self.step = warmup_steps, seed, 0
-        self.traffic, self.workspace = Traffic(), Workspace()
+        self.traffic, self.scratch = Traffic(), Scratch()
         self.plain_bytes, self.exchange_seconds = 0, 0.0
         chosen = policy or Policy()
         self._names: dict[int, tuple[int, bool]] = {}
@@ -240,30 +241,28 @@ def _exchange(state: HookState, buffer: Tensor, pieces: tuple[_Piece, ...], step
         places=tuple(
             Place(parameter=p.number, start=0, numel=p.numel, total=p.numel) for p in packed
         ),
-        workspace=state.workspace,
+        scratch=state.scratch,
         traffic=state.traffic,
     )
     if packed:
-        with _gathered(buffer, packed, state.workspace, "packed") as x:
+        with _gathered(buffer, packed, state.scratch, "packed") as x:
             state.exchange.mean(x, state.codec, call)
     if plain:
-        with _gathered(buffer, plain, state.workspace, "plain") as x:
+        with _gathered(buffer, plain, state.scratch, "plain") as x:
             sum_in_place(x, call)
             x.mul_(1 / size)
     state.exchange_seconds += time.perf_counter() - start
 
 
 @contextmanager
-def _gathered(
-    buffer: Tensor, pieces: list[_Piece], space: Workspace, name: str
-) -> Iterator[Tensor]:
+def _gathered(buffer: Tensor, pieces: list[_Piece], space: Scratch, name: str) -> Iterator[Tensor]:
     """The pieces as one tensor, put back afterwards; the buffer itself if they lie together."""
     first, last = pieces[0], pieces[-1]
     total = sum(piece.numel for piece in pieces)
     if last.start + last.numel - first.start == total:
         yield buffer[first.start : first.start + total]
         return
-    x = space.take(name, total, buffer.dtype, buffer.device)
+    x = space.take(name, total, buffer.device, buffer.dtype)
     parts = x.split([piece.numel for piece in pieces])
     for part, piece in zip(parts, pieces, strict=True):
         part.copy_(buffer[piece.start : piece.start + piece.numel])
