@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -259,3 +260,41 @@ def test_ranks_that_disagree_all_say_so(found: dict[tuple[int, str], Any]) -> No
 def test_compress_wants_a_ddp_model() -> None:
     with pytest.raises(lc.ConfigError, match="DistributedDataParallel"):
         lc.compress(nn.Linear(2, 2), "dqsg")  # pyright: ignore[reportArgumentType]
+
+
+def dying_worker(rank: int, store: str, results: Any) -> None:
+    """Rank 1 ends without a word after two steps."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    torch.set_num_threads(1)
+    model = DistributedDataParallel(network())
+    lc.compress(model, "ecdq:error=0.05", timeout_s=20)
+    train(model, 2)
+    if rank == 1:
+        os._exit(0)
+    try:
+        train(model, 1, first=2)
+        results.put("no error")
+    except Exception as error:
+        results.put(f"{type(error).__name__}: {error}")
+    results.close()
+    results.join_thread()
+    os._exit(0)  # the group cannot be taken down properly without its peer
+
+
+def test_a_peer_that_dies_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    store = str(tmp_path / "store")
+    started = [context.Process(target=dying_worker, args=(r, store, results)) for r in range(2)]
+    for process in started:
+        process.start()
+    said = results.get(timeout=50)
+    for process in started:
+        process.join(30)
+    assert "Error" in said and said != "no error", said
