@@ -92,7 +92,7 @@ class ECDQ(Codec):
     def variance_bound(self, d: int) -> float | None:
         """Δ²/12 a value, Δ = f·rms, if the dither is subtracted; no choice is worse than that.
 
-        With error= this is the error itself, up to the sample that found the step.
+        Where a sample of blocks found the step (error= and a choice), nothing is promised: None.
         """
         if self.subtract == "never" or self.max_bits is not None:
             return None  # Δ·|v| a value: grows with how far v lies from the lattice
