@@ -5,7 +5,6 @@ The body of such a wire is  scales | (checks) | table of chunks | chunks  (docs/
 
 from __future__ import annotations
 
-from threading import local
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from laconic._key import Stream
 from laconic._wire import Header
+from laconic.codecs._memory import Scratch
 from laconic.coders import Coder, coder
 from laconic.errors import ConfigError
 from laconic.kernels._coding import Kind, Section, most_words, table
@@ -80,20 +80,9 @@ def _section(body: Tensor, header: Header) -> Section:
     return Section.of(body[header.body_bytes - size :], size // 8)
 
 
-class _Kept(local):
-    """A buffer of a thread: the CPU's allocator would fetch its pages anew for every tensor."""
-
-    codes = torch.empty(0, dtype=torch.uint8)
-
-
-_kept = _Kept()
+_kept = Scratch()
 
 
 def scratch(numel: int, device: torch.device) -> Tensor:
-    """Room for a byte a value, in whole groups."""
-    size = packed_bytes(numel, 8)
-    if device.type != "cpu":
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    if _kept.codes.numel() < size:
-        _kept.codes = torch.empty(size, dtype=torch.uint8)
-    return _kept.codes[:size]
+    """Room for a byte a value, in whole groups; this thread's, until it is asked for again."""
+    return _kept.take("codes", packed_bytes(numel, 8), device, torch.uint8)
