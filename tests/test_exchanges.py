@@ -20,6 +20,8 @@ import torch.multiprocessing as mp
 import laconic as lc
 from laconic.codecs._memory import Scratch
 from laconic.exchanges import Call, exchanges, pair
+from laconic.exchanges._transport import checked_sizes
+from laconic.exchanges._wires import Sizes, chunk_edges
 
 STEPS = 20
 PARTS = (5000, 1, 12_000, 3000)  # parameters in the tensor
@@ -182,3 +184,31 @@ def test_default_exchanges() -> None:
     assert str(pair("global:bits=8")[1]) == "allreduce"
     assert str(pair("ecdq")[1]) == "scatter-reduce"
     assert str(pair("global-exp")[1]) == "tree"
+
+
+def test_places_of_a_chunk_keep_their_offset_in_the_parameter() -> None:
+    """Error feedback's memory would follow the wrong values otherwise."""
+    group: Any = None
+    places = tuple(
+        lc.Place(parameter=i, start=10, numel=numel, total=9000) for i, numel in enumerate((5, 8))
+    )
+    call = Call(group=group, places=places)
+    cut = [(p.parameter, p.start, p.numel, p.total) for p in call.inside(3, 9)]
+    assert cut == [(0, 13, 2, 9000), (1, 10, 4, 9000)]
+    assert [(p.parameter, p.start, p.numel) for p in call.inside(9, 13)] == [(1, 14, 4)]
+    assert call.inside(13, 20) == []
+
+
+def test_a_false_size_is_refused_before_anything_is_allocated() -> None:
+    most = Sizes((100, 50), known=False)
+    assert checked_sizes(torch.tensor([100, 0]), most) == (100, 0)
+    for wrong in ([101, 0], [0, 51], [-1, 0], [1 << 60, 0]):
+        with pytest.raises(lc.WireError, match="announced"):
+            checked_sizes(torch.tensor(wrong), most)
+
+
+def test_chunks_cover_the_tensor() -> None:
+    for numel, ranks in ((0, 3), (1, 3), (511, 2), (20_001, 5), (512 * 3, 3)):
+        edges = chunk_edges(numel, ranks)
+        assert edges[0] == 0 and edges[-1] == numel and len(edges) == ranks + 1
+        assert edges == sorted(edges) and all(edge % 512 == 0 or edge == numel for edge in edges)

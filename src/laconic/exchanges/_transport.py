@@ -77,7 +77,7 @@ def _swap_sizes(messages: Sequence[Tensor], call: Call, most: Sizes) -> tuple[in
     theirs = torch.empty_like(mine)
     with call.traffic.sending(8 * (call.size - 1)):
         dist.all_to_all_single(theirs, mine, group=call.group)
-    return _checked(theirs, most)
+    return checked_sizes(theirs, most)
 
 
 def _share_sizes(message: Tensor, call: Call, most: Sizes) -> tuple[int, ...]:
@@ -85,10 +85,10 @@ def _share_sizes(message: Tensor, call: Call, most: Sizes) -> tuple[int, ...]:
     theirs = torch.empty(call.size, dtype=torch.int64, device=message.device)
     with call.traffic.sending(8 * (call.size - 1)):
         dist.all_gather_into_tensor(theirs, mine, group=call.group)
-    return _checked(theirs, most)
+    return checked_sizes(theirs, most)
 
 
-def _checked(sizes: Tensor, most: Sizes) -> tuple[int, ...]:
+def checked_sizes(sizes: Tensor, most: Sizes) -> tuple[int, ...]:
     """WireError before anything is allocated for a false claim."""
     found = tuple(sizes.tolist())
     for rank, (size, limit) in enumerate(zip(found, most.bytes, strict=True)):
