@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._base import Call, Exchange
-from laconic.exchanges._transport import share
+from laconic.exchanges._transport import Message, no_values, share
 from laconic.exchanges._wires import Sizes, decode, encode
 
 
@@ -33,9 +34,15 @@ class AllGather(Exchange):
                 "ndqsg decodes with side information, which allgather does not have; use dqsg"
             )
 
-    def mean(self, x: Tensor, codec: Codec, call: Call) -> None:
+    def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         n, places = call.size, call.inside(0, x.numel())
         mine = encode(codec, x, call.key(call.rank), places, call)
+        plain = no_values(x) if rest is None else rest
         sizes = Sizes.of(codec, [x.numel()] * n, [places] * n, x.dtype)
-        for i, message in enumerate(share(mine, call, sizes)):
-            decode(codec, message, x, call.key(i), places, x.dtype, add=i > 0, weight=1 / n)
+        arrived = share(Message(mine, plain), call, sizes, [plain.numel()] * n)
+        for i, message in enumerate(arrived):
+            decode(codec, message.wire, x, call.key(i), places, x.dtype, add=i > 0, weight=1 / n)
+            if i == 0:
+                torch.mul(message.rest, 1 / n, out=plain)
+            else:
+                plain.add_(message.rest, alpha=1 / n)

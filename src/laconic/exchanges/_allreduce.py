@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._base import Call, Exchange
-from laconic.exchanges._transport import gather_numbers, sum_in_place
+from laconic.exchanges._transport import gather_numbers, plain_mean, sum_in_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class AllReduce(Exchange):
     """`allreduce`: codecs whose wires add up (none, fp16, bf16, global).
 
     1. Where the codec has a shared scale: every rank's local norm to all, as plain numbers, so that
-       NaN stays NaN (Gloo's MAX loses it).
+       NaN stays NaN (Gloo's MAX loses it), in one message with the values that are not encoded.
     2. payload = encode(x, workers=n); all-reduce(payload, SUM); x = decode_sum(payload).
 
     Bytes a rank sends: those of the backend's all-reduce, 2·(n-1)/n of the payload for a ring.
@@ -34,13 +34,14 @@ class AllReduce(Exchange):
                 f"'{codec}@scatter-reduce', or a codec that sums: none, fp16, bf16, global"
             )
 
-    def mean(self, x: Tensor, codec: Codec, call: Call) -> None:
+    def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
+        own: Any = codec
         keys = [call.key(rank) for rank in range(call.size)]
         norm = None
         if hasattr(codec, "local_norm"):
-            local = codec.local_norm(x)  # pyright: ignore[reportAttributeAccessIssue]
-            norms = gather_numbers(local, call)
-            norm = codec.global_norm(norms)  # pyright: ignore[reportAttributeAccessIssue]
+            norm = own.global_norm(gather_numbers(own.local_norm(x), call, rest))
+        else:
+            plain_mean(rest, call)
         room = codec.nbytes(x.numel(), x.dtype)
         buffer = call.scratch.take("wire", room, x.device, torch.uint8)
         wire = codec.encode(x, keys[call.rank], norm=norm, workers=call.size, out=buffer)

@@ -94,10 +94,12 @@ class Exchange(ABC):
         """ConfigError, with a pair that works, if this exchange cannot carry the codec."""
 
     @abstractmethod
-    def mean(self, x: Tensor, codec: Codec, call: Call) -> None:
+    def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         """Replace flat x by the mean over the group: the same bits on every rank.
 
-        All ranks call with the same codec settings, length, dtype and call, in the same order.
+        `rest`, flat and fp32, holds the values that are not worth encoding: they become their mean
+        too, exact but for fp32 rounding, and travel in x's messages where the exchange can.
+        All ranks call with the same codec settings, lengths, dtype and call, in the same order.
         Waits for other ranks on the host where the backend does (Gloo).
         """
 

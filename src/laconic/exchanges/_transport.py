@@ -1,12 +1,14 @@
 """Bytes between ranks, over whatever process group there is.
 
-Messages are uint8 tensors, each starting on a 16-byte boundary where it arrives. Lengths that the
-receiver cannot know travel first.
+A message is a wire and, behind it, values that travel as they are (fp32). Both start on a 16-byte
+boundary where they arrive. Lengths that the receiver cannot know travel first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -18,41 +20,75 @@ from laconic.exchanges._base import Call
 from laconic.exchanges._wires import Sizes
 
 
+@dataclass(frozen=True)
+class Message:
+    """The bytes of a wire, and plain fp32 values."""
+
+    wire: Tensor
+    rest: Tensor
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """As bytes."""
+        return self.wire, self.rest.view(torch.uint8)
+
+
+def no_values(like: Tensor) -> Tensor:
+    """Plain values where there are none."""
+    return torch.empty(0, dtype=torch.float32, device=like.device)
+
+
 def padded(size: int) -> int:
     """Room for a message."""
     return -(-size // ALIGN) * ALIGN
 
 
-def swap(messages: Sequence[Tensor], call: Call, sizes: Sizes) -> list[Tensor]:
-    """Send messages[j] to rank j; what rank i sent here is the i-th of the result."""
-    device = messages[0].device
-    out = [padded(message.numel()) for message in messages]
-    arriving = sizes.bytes if sizes.known else _swap_sizes(messages, call, sizes)
-    room = [padded(size) for size in arriving]
-    send = call.scratch.take("send", sum(out), device, torch.uint8)
-    for part, message in zip(send.split(out), messages, strict=True):
-        part[: message.numel()].copy_(message)
+def joined(parts: Iterable[Tensor], name: str, call: Call, device: torch.device) -> Tensor:
+    """The parts one behind another in a scratch buffer, each on a 16-byte boundary."""
+    parts = list(parts)
+    ends = list(accumulate(padded(part.numel()) for part in parts))
+    buffer = call.scratch.take(name, ends[-1] if ends else 0, device, torch.uint8)
+    for end, part in zip(ends, parts, strict=True):
+        if size := part.numel():
+            start = end - padded(size)
+            buffer[start : start + size].copy_(part)
+    return buffer
+
+
+def swap(
+    messages: Sequence[Message], call: Call, sizes: Sizes, rest: Sequence[int]
+) -> list[Message]:
+    """Send messages[j] to rank j; what rank i sent here is the i-th of the result.
+
+    `sizes` and `rest` tell how long the arriving wires are, and how many plain values follow each.
+    """
+    device = messages[0].wire.device
+    wires = sizes.bytes if sizes.known else _swap_sizes(messages, call, sizes)
+    out = [sum(padded(part.numel()) for part in message.parts()) for message in messages]
+    room = [padded(size) + padded(4 * count) for size, count in zip(wires, rest, strict=True)]
+    send = joined((part for one in messages for part in one.parts()), "send", call, device)
     receive = call.scratch.take("receive", sum(room), device, torch.uint8)
     with call.traffic.sending(sum(out) - out[call.rank]):
         dist.all_to_all_single(receive, send, room, out, group=call.group)
-    return [part[:size] for part, size in zip(receive.split(room), arriving, strict=True)]
+    return _messages(receive.split(room), wires, rest)
 
 
-def share(message: Tensor, call: Call, sizes: Sizes) -> list[Tensor]:
+def share(message: Message, call: Call, sizes: Sizes, rest: Sequence[int]) -> list[Message]:
     """Send one message to all; the i-th of the result is rank i's.
 
     Gloo's all-gather is several times slower than its all-to-all, which is used there.
     """
     if dist.get_backend(call.group) == "gloo":
-        return swap([message] * call.size, call, sizes)
-    arriving = sizes.bytes if sizes.known else _share_sizes(message, call, sizes)
-    room = padded(max(arriving))
-    send = call.scratch.take("send", room, message.device, torch.uint8)
-    send[: message.numel()].copy_(message)
-    receive = call.scratch.take("receive", room * call.size, message.device, torch.uint8)
+        return swap([message] * call.size, call, sizes, rest)
+    wires = sizes.bytes if sizes.known else _share_sizes(message, call, sizes)
+    room = padded(max(wires)) + padded(4 * max(rest))
+    device = message.wire.device
+    send = call.scratch.take("send", room, device, torch.uint8)
+    mine = joined(message.parts(), "message", call, device)
+    send[: mine.numel()].copy_(mine)
+    receive = call.scratch.take("receive", room * call.size, device, torch.uint8)
     with call.traffic.sending(room * (call.size - 1)):
         dist.all_gather_into_tensor(receive, send, group=call.group)
-    return [part[:size] for part, size in zip(receive.split(room), arriving, strict=True)]
+    return _messages(receive.split(room), wires, rest)
 
 
 def sum_in_place(payload: Tensor, call: Call) -> None:
@@ -62,27 +98,54 @@ def sum_in_place(payload: Tensor, call: Call) -> None:
         dist.all_reduce(payload, group=call.group)
 
 
-def gather_numbers(value: Tensor, call: Call) -> Tensor:
-    """One fp32 number of every rank, in order; NaN arrives as NaN."""
-    numbers = call.scratch.take("numbers", call.size, value.device, torch.float32)
-    parts = list(numbers.split(1))
-    with call.traffic.sending(4 * (call.size - 1)):
-        dist.all_gather(parts, value.view(1), group=call.group)
+def plain_mean(x: Tensor | None, call: Call) -> None:
+    """x becomes its mean by the backend's all-reduce, in its own dtype; None stays."""
+    if x is not None and x.numel():
+        sum_in_place(x, call)
+        x.mul_(1 / call.size)
+
+
+def gather_numbers(value: Tensor, call: Call, rest: Tensor | None = None) -> Tensor:
+    """One fp32 number of every rank, in order; `rest` becomes its mean in the same message.
+
+    Every rank puts its number into a slot of its own among zeros, and all are added: x + 0 is x,
+    and NaN arrives as NaN (a MAX of Gloo's loses it).
+    """
+    count = 0 if rest is None else rest.numel()
+    joint = call.scratch.take("numbers", count + call.size, value.device, torch.float32)
+    plain, numbers = joint[:count], joint[count:]
+    if rest is not None:
+        torch.mul(rest, 1 / call.size, out=plain)
+    numbers.zero_()
+    numbers[call.rank : call.rank + 1].copy_(value.view(1))
+    sum_in_place(joint, call)
+    if rest is not None:
+        rest.copy_(plain)
     return numbers
 
 
-def _swap_sizes(messages: Sequence[Tensor], call: Call, most: Sizes) -> tuple[int, ...]:
-    device = messages[0].device
-    mine = torch.tensor([message.numel() for message in messages], device=device)
+def _messages(parts: Sequence[Tensor], wires: Sequence[int], rest: Sequence[int]) -> list[Message]:
+    """Received bytes, taken apart."""
+    found = []
+    for part, size, count in zip(parts, wires, rest, strict=True):
+        start = padded(size)
+        values = part[start : start + 4 * count].view(torch.float32)
+        found.append(Message(part[:size], values))
+    return found
+
+
+def _swap_sizes(messages: Sequence[Message], call: Call, most: Sizes) -> tuple[int, ...]:
+    device = messages[0].wire.device
+    mine = torch.tensor([message.wire.numel() for message in messages], device=device)
     theirs = torch.empty_like(mine)
     with call.traffic.sending(8 * (call.size - 1)):
         dist.all_to_all_single(theirs, mine, group=call.group)
     return checked_sizes(theirs, most)
 
 
-def _share_sizes(message: Tensor, call: Call, most: Sizes) -> tuple[int, ...]:
-    mine = torch.tensor([message.numel()], device=message.device)
-    theirs = torch.empty(call.size, dtype=torch.int64, device=message.device)
+def _share_sizes(message: Message, call: Call, most: Sizes) -> tuple[int, ...]:
+    mine = torch.tensor([message.wire.numel()], device=message.wire.device)
+    theirs = torch.empty(call.size, dtype=torch.int64, device=mine.device)
     with call.traffic.sending(8 * (call.size - 1)):
         dist.all_gather_into_tensor(theirs, mine, group=call.group)
     return checked_sizes(theirs, most)

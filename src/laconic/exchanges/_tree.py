@@ -13,8 +13,8 @@ from laconic._wire import Wire
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._base import Call, Exchange
-from laconic.exchanges._transport import gather_numbers, padded, share
-from laconic.exchanges._wires import Sizes, chunk_edges, decode
+from laconic.exchanges._transport import Message, gather_numbers, joined, no_values, padded, share
+from laconic.exchanges._wires import Sizes, chunks_of, decode
 
 _FIRST_SUM = 2  # phases 0 and 1 are encodings; additions draw with phases from here on
 
@@ -46,12 +46,11 @@ class Tree(Exchange):
                 f"{'allreduce' if codec.summable else 'scatter-reduce'}'"
             )
 
-    def mean(self, x: Tensor, codec: Codec, call: Call) -> None:
+    def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         own: Any = codec  # with local_norm, global_norm and reduce
         n, rank = call.size, call.rank
-        norm = own.global_norm(gather_numbers(own.local_norm(x), call))
-        edges = chunk_edges(x.numel(), n)
-        chunks = [x[edges[j] : edges[j + 1]] for j in range(n)]
+        norm = own.global_norm(gather_numbers(own.local_norm(x), call, rest))
+        chunks = chunks_of(x, n)
         wires = [
             codec.encode(chunk, call.key(rank, j), norm=norm, workers=n)
             for j, chunk in enumerate(chunks)
@@ -62,10 +61,11 @@ class Tree(Exchange):
             stride, phase = 2 * stride, phase + 1
         counts = [chunk.numel() for chunk in chunks]
         sizes = Sizes(tuple(wire.nbytes for wire in wires), known=True)
-        for j, message in enumerate(share(wires[rank].data, call, sizes)):
+        mine = Message(wires[rank].data, no_values(x))
+        for j, message in enumerate(share(mine, call, sizes, [0] * n)):
             if counts[j]:
                 key = call.key(j, j, phase)
-                decode(codec, message, chunks[j], key, (), x.dtype, weight=1 / n, workers=n)
+                decode(codec, message.wire, chunks[j], key, (), x.dtype, weight=1 / n, workers=n)
 
     def _round(self, wires: list[Wire], codec: Any, call: Call, stride: int, phase: int) -> None:
         """Send half of what is left one way, add what comes the other way."""
@@ -74,7 +74,7 @@ class Tree(Exchange):
         going = [j for j in range(n) if place[j] % (2 * stride) == stride]
         coming = [j for j in range(n) if place[j] % (2 * stride) == 0 and place[j] + stride < n]
         device = wires[0].buffer.device
-        send = _joined([wires[j].data for j in going], call, device)
+        send = joined([wires[j].data for j in going], "tree send", call, device)
         room = [padded(wires[j].nbytes) for j in coming]
         receive = call.scratch.take("tree receive", sum(room), device, torch.uint8)
         moves = []
@@ -96,12 +96,3 @@ class Tree(Exchange):
                 dtype=mine.dtype,
             )
             wires[j] = codec.reduce(mine, theirs, call.key(rank, j, phase))
-
-
-def _joined(messages: list[Tensor], call: Call, device: torch.device) -> Tensor:
-    """The messages one behind another, each on a 16-byte boundary."""
-    sizes = [padded(message.numel()) for message in messages]
-    joined = call.scratch.take("tree send", sum(sizes), device, torch.uint8)
-    for part, message in zip(joined.split(sizes), messages, strict=True):
-        part[: message.numel()].copy_(message)
-    return joined

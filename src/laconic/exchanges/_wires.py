@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ _GRAIN = 512  # chunks start at multiples: blocks of scales are not cut for noth
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the messages that arrive: known to all, or no more than so many each."""
+    """Bytes of the wires that arrive: known to all, or no more than so many each."""
 
     bytes: tuple[int, ...]
     known: bool
@@ -40,10 +41,16 @@ class Sizes:
         return Sizes(tuple(found), not codec.varies)
 
 
-def chunk_edges(numel: int, ranks: int) -> list[int]:
+def chunk_edges(numel: int, ranks: int, grain: int = _GRAIN) -> list[int]:
     """Where the chunks that ranks own begin, and the end of the last."""
-    size = -(-numel // (ranks * _GRAIN)) * _GRAIN
+    size = -(-numel // (ranks * grain)) * grain
     return [min(size * j, numel) for j in range(ranks + 1)]
+
+
+def chunks_of(x: Tensor, ranks: int, grain: int = _GRAIN) -> list[Tensor]:
+    """The chunks that ranks own, as views."""
+    edges = chunk_edges(x.numel(), ranks, grain)
+    return [x[first:last] for first, last in pairwise(edges)]
 
 
 def segments_of(places: Sequence[Place]) -> list[int] | None:

@@ -23,7 +23,7 @@ from laconic.codecs import Codec, Place
 from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
 from laconic.exchanges import Call, Exchange, Traffic, pair
-from laconic.exchanges._transport import sum_in_place
+from laconic.exchanges._transport import plain_mean
 from laconic.integrations._agree import agree
 from laconic.integrations._policy import Policy
 
@@ -244,25 +244,30 @@ def _exchange(state: HookState, buffer: Tensor, pieces: tuple[_Piece, ...], step
         scratch=state.scratch,
         traffic=state.traffic,
     )
-    if packed:
-        with _gathered(buffer, packed, state.scratch, "packed") as x:
-            state.exchange.mean(x, state.codec, call)
-    if plain:
-        with _gathered(buffer, plain, state.scratch, "plain") as x:
-            sum_in_place(x, call)
-            x.mul_(1 / size)
+    if not packed:
+        plain_mean(buffer, call)
+    else:
+        with (
+            _gathered(buffer, packed, state.scratch, "packed", buffer.dtype) as x,
+            _gathered(buffer, plain, state.scratch, "plain", torch.float32) as rest,
+        ):
+            state.exchange.mean(x, state.codec, call, rest if plain else None)
     state.exchange_seconds += time.perf_counter() - start
 
 
 @contextmanager
-def _gathered(buffer: Tensor, pieces: list[_Piece], space: Scratch, name: str) -> Iterator[Tensor]:
+def _gathered(
+    buffer: Tensor, pieces: list[_Piece], space: Scratch, name: str, dtype: torch.dtype
+) -> Iterator[Tensor]:
     """The pieces as one tensor, put back afterwards; the buffer itself if they lie together."""
-    first, last = pieces[0], pieces[-1]
     total = sum(piece.numel for piece in pieces)
-    if last.start + last.numel - first.start == total:
-        yield buffer[first.start : first.start + total]
+    start = pieces[0].start if pieces else 0
+    if buffer.dtype == dtype and (
+        not pieces or pieces[-1].start + pieces[-1].numel - start == total
+    ):
+        yield buffer[start : start + total]
         return
-    x = space.take(name, total, buffer.device, buffer.dtype)
+    x = space.take(name, total, buffer.device, dtype)
     parts = x.split([piece.numel for piece in pieces])
     for part, piece in zip(parts, pieces, strict=True):
         part.copy_(buffer[piece.start : piece.start + piece.numel])
