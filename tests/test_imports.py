@@ -86,6 +86,7 @@ def test_imports_point_one_way(path: Path) -> None:
         ("from ...codecs import QSGD", "laconic.kernels._numba.linear"),
         ("def f():\n    from laconic.exchanges import ring", "laconic.codecs._dqsg"),
         ("from laconic import QSGD", "laconic.codecs._dqsg"),
+        ("from laconic.lab import Lab", "laconic.integrations._ddp"),
         ("import laconic", "laconic.codecs._dqsg"),
         ("from laconic.kernels import backend", "laconic._key"),
     ],
@@ -126,6 +127,11 @@ def test_importing_laconic_imports_neither_numba_nor_triton() -> None:
     """They take seconds; kernels load them when first used."""
     code = "import laconic, sys; print({'numba', 'triton', 'llvmlite'} & set(sys.modules))"
     assert run(code).strip() == "set()"
+
+
+def test_importing_laconic_does_not_import_the_lab() -> None:
+    code = "import laconic, sys; print([m for m in sys.modules if m.startswith('laconic.lab')])"
+    assert run(code).strip() == "[]"
 
 
 def test_making_a_codec_imports_neither_numba_nor_triton() -> None:

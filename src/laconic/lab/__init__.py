@@ -1,0 +1,33 @@
+"""The lab: several hosts on one Linux machine, each in a network namespace, over shaped links.
+
+    with lab.Lab(hosts=4, rate_mbit=100) as net:
+        run = net.start([sys.executable, "train.py"])
+        run.wait(timeout_s=60)
+        print(net.counters())
+
+`lab.missing()` says what a machine lacks for it; `lab.Loopback` starts the same ranks without
+hosts, on the loopback interface, where that is enough.
+"""
+
+from __future__ import annotations
+
+from laconic.lab._errors import LabError, RankError
+from laconic.lab._hosts import Counters, Host
+from laconic.lab._lab import Lab, Network
+from laconic.lab._loopback import Loopback, LoopbackNetwork
+from laconic.lab._missing import missing
+from laconic.lab._run import Output, Run
+
+__all__ = [
+    "Counters",
+    "Host",
+    "Lab",
+    "LabError",
+    "Loopback",
+    "LoopbackNetwork",
+    "Network",
+    "Output",
+    "RankError",
+    "Run",
+    "missing",
+]

@@ -1,0 +1,171 @@
+"""A lab: hosts and a switch that exist while a `with` block runs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
+from typing import Any
+
+from laconic.errors import ConfigError
+from laconic.lab import _signals
+from laconic.lab._errors import LabError
+from laconic.lab._hosts import INTERFACE, SWITCH, Counters, Host, check_rate
+from laconic.lab._missing import missing
+from laconic.lab._ranks import seats
+from laconic.lab._run import Run, Runs
+from laconic.lab._tools import find, ip
+
+_NAMESPACES = Path("/run/netns")  # where `ip netns` keeps their names
+_MOST_HOSTS = 250  # addresses of 10.77.0.0/24
+_FIRST_PORT = 29500  # torchrun's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """`hosts` hosts on one switch, every link of `rate_mbit` in each direction, or without a limit.
+
+    Used in a `with` statement, it makes a Network, and takes it away whatever happens inside:
+    an exception, Ctrl-C, and in the main thread SIGTERM and SIGHUP, which then raise SystemExit
+    unless the program handles them itself. (SIGKILL leaves all of it: `ip netns list` shows what
+    is called laconic-…, `ip netns del` removes it.) Nothing is made outside namespaces of its own.
+    """
+
+    hosts: int
+    rate_mbit: float | None = None
+    _open: list[tuple[Network, dict[signal.Signals, Any]]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        check_count("hosts", self.hosts, _MOST_HOSTS)
+        check_rate(self.rate_mbit)
+
+    def __enter__(self) -> Network:
+        """Make the hosts."""
+        network, handlers = Network(self.hosts), _signals.unwind_on_signals()
+        try:
+            lacking = missing()
+            if lacking:
+                raise LabError(lacking)
+            network.make(self.rate_mbit)
+            self._open.append((network, handlers))
+        except BaseException:
+            network.close()
+            _signals.restore(handlers)
+            raise
+        return network
+
+    def __exit__(self, *error: object) -> None:
+        """Take them away, and all that runs on them."""
+        network, handlers = self._open.pop()
+        try:
+            network.close()
+        finally:
+            _signals.restore(handlers)
+
+
+class Network:
+    """The hosts of a lab that exists."""
+
+    def __init__(self, hosts: int) -> None:
+        name = f"laconic-{secrets.token_hex(4)}"
+        self._switch = f"{name}-switch"
+        self.hosts = tuple(
+            Host(
+                index=i,
+                namespace=f"{name}-{i}",
+                switch=self._switch,
+                address=f"10.77.0.{i + 1}",
+            )
+            for i in range(hosts)
+        )
+        self._runs = Runs()
+
+    def make(self, rate_mbit: float | None) -> None:
+        """Make namespaces, switch and links."""
+        for namespace in self._namespaces:
+            ip("netns", "add", namespace)
+        quiet = ("stp_state", "0", "mcast_snooping", "0")  # no packets of the switch's own
+        ip("-n", self._switch, "link", "add", SWITCH, "type", "bridge", *quiet)
+        ip("-n", self._switch, "link", "set", SWITCH, "addrgenmode", "none", "up")
+        for host in self.hosts:
+            host.connect()
+        self.shape(rate_mbit)
+
+    def shape(self, rate_mbit: float | None) -> None:
+        """Give all links this rate, while processes run."""
+        for host in self.hosts:
+            host.shape(rate_mbit)
+
+    def counters(self) -> tuple[Counters, ...]:
+        """Bytes that every host has sent and received."""
+        return tuple(host.counters() for host in self.hosts)
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        ranks_per_host: int = 1,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        talk: bool = False,
+    ) -> Run:
+        """Start the command on every host, with the variables that torchrun would set.
+
+        It sees our environment, `env` on top. All ranks of the first host come first.
+        """
+        check_count("ranks_per_host", ranks_per_host, 1000)
+        enter = (find("ip") or "ip", "netns", "exec")
+        places = seats(
+            prefixes=[(*enter, host.namespace) for host in self.hosts],
+            ranks_per_host=ranks_per_host,
+            address=self.hosts[0].address,
+            port=_FIRST_PORT + len(self._runs),  # the last run's may not be free yet
+            interface=INTERFACE,
+        )
+        return self._runs.start(places, command, env=env, cwd=cwd, talk=talk)
+
+    def close(self) -> None:
+        """Kill what runs on the hosts and remove them; done twice, it does nothing."""
+        with _signals.postponed(), ExitStack() as stack:  # every step is taken, even if one fails
+            for namespace in self._namespaces:
+                stack.callback(_remove, namespace)
+            stack.callback(self._runs.kill)
+
+    @property
+    def _namespaces(self) -> tuple[str, ...]:
+        return (self._switch, *(host.namespace for host in self.hosts))
+
+
+def check_count(name: str, value: object, most: int) -> None:
+    """ConfigError unless this is a number of things that can be made."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ConfigError(f"{name} must be an integer from 1 to {most}, not {value!r}")
+
+
+def _remove(namespace: str) -> None:
+    """End the processes inside, whoever started them, and delete the namespace."""
+    if not (_NAMESPACES / namespace).exists():
+        return
+    with suppress(LabError):  # a namespace half made has no processes, and cannot be asked
+        while pids := ip("netns", "pids", namespace).split():
+            for pid in map(int, pids):
+                _end(pid)
+    ip("netns", "del", namespace)
+
+
+def _end(pid: int) -> None:
+    """Kill a process, not necessarily our child, and wait until it has ended."""
+    with suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            wait_for_any([descriptor])
+        finally:
+            os.close(descriptor)

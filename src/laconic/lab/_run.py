@@ -1,0 +1,182 @@
+"""A run: all ranks of one command, which end well together or not at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait as wait_for_any
+from typing import Any
+
+from laconic.errors import ConfigError
+from laconic.lab._errors import LabError, RankError
+from laconic.lab._ranks import Rank, Seat
+from laconic.lab._signals import postponed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a rank that ended well had written."""
+
+    rank: int
+    stdout: str
+    stderr: str
+
+
+class Run:
+    """The ranks of one command; `Network.start` makes it.
+
+    A rank that fails, or a time-out, ends all of them. With `talk=True`, ranks read lines from
+    stdin and answer with lines on stdout: `send` and `receive`.
+    """
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        talk: bool = False,
+    ) -> None:
+        if isinstance(command, str) or not command:
+            raise ConfigError(f'command must be words, as in ["python", "x.py"], not {command!r}')
+        self._ranks: list[Rank] = []
+        self._talk, self._closed = talk, False
+        try:
+            for number, seat in enumerate(seats):
+                rank = Rank(number, seat, command, env=env or {}, cwd=cwd, talk=talk)
+                self._ranks.append(rank)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The ranks' process ids."""
+        return tuple(rank.process.pid for rank in self._ranks)
+
+    def wait(self, *, timeout_s: float) -> tuple[Output, ...]:
+        """Wait until all ranks have ended well, and return what they wrote.
+
+        RankError if one fails, naming it, and LabError when time is over: then none is left.
+        """
+        self._check_open()
+        try:
+            for rank in self._ranks:
+                rank.hang_up()
+            self._wait(timeout_s)
+            texts = [(rank.number, *rank.read()) for rank in self._ranks]
+            return tuple(Output(rank=r, stdout=out, stderr=err) for r, out, err in texts)
+        finally:
+            self.kill()
+
+    def send(self, line: str) -> None:
+        """Write a line to every rank's stdin."""
+        self._check_open(talking=True)
+        for rank in self._ranks:
+            assert rank.process.stdin is not None
+            with suppress(BrokenPipeError):  # it has ended: receive will say so
+                rank.process.stdin.write(f"{line}\n".encode())
+
+    def receive(self, *, timeout_s: float) -> tuple[str, ...]:
+        """A line from every rank's stdout, in the order of ranks; fails as `wait` does."""
+        self._check_open(talking=True)
+        try:
+            return self._receive(timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End what still runs; done twice, it does nothing."""
+        with postponed():
+            for rank in self._ranks:
+                if rank.process.returncode is None:
+                    rank.kill()
+            for rank in self._ranks:
+                rank.close()
+            self._closed = True
+
+    def _wait(self, timeout_s: float) -> None:
+        with ExitStack() as stack:
+            ends = {_pidfd(rank, stack): rank for rank in self._ranks}
+            for end in _as_ready(ends, timeout_s):
+                rank = ends.pop(end)
+                if rank.process.wait():
+                    raise self._failure(rank)
+
+    def _receive(self, timeout_s: float) -> tuple[str, ...]:
+        silent = {rank.stdout.fileno(): rank for rank in self._ranks}
+        lines = {}
+        for stream in _as_ready(silent, timeout_s):
+            rank = silent.pop(stream)
+            line = rank.stdout.readline()
+            if not line:
+                raise self._silence(rank, timeout_s)
+            lines[rank.number] = line.decode().rstrip("\n")
+        return tuple(lines[number] for number in sorted(lines))
+
+    def _silence(self, rank: Rank, timeout_s: float) -> LabError:
+        """Why a rank's stdout has ended: in most cases because it has."""
+        with suppress(subprocess.TimeoutExpired):
+            if rank.process.wait(timeout_s):
+                return self._failure(rank)
+        return LabError(f"rank {rank.number} closed its stdout without an answer")
+
+    def _failure(self, rank: Rank) -> RankError:
+        status = rank.process.returncode
+        return RankError(rank=rank.number, host=rank.host, status=status, stderr=rank.tail())
+
+    def _check_open(self, talking: bool = False) -> None:
+        if self._closed:
+            raise LabError("this run has ended; start another one")
+        if talking and not self._talk:
+            raise ConfigError("send and receive are for runs that were started with talk=True")
+
+
+class Runs:
+    """All runs of a network."""
+
+    def __init__(self) -> None:
+        self._all: list[Run] = []
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def start(self, seats: Sequence[Seat], command: Sequence[str], **options: Any) -> Run:
+        """Start a Run; a signal finds its processes either not started, or known."""
+        with postponed():
+            run = Run(seats, command, **options)
+            self._all.append(run)
+        return run
+
+    def kill(self) -> None:
+        """End all that still run."""
+        for run in self._all:
+            run.kill()
+
+
+def _pidfd(rank: Rank, stack: ExitStack) -> int:
+    """A descriptor that becomes readable when the process ends, closed with the stack."""
+    descriptor = os.pidfd_open(rank.process.pid)
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _as_ready(waiting: dict[int, Rank], timeout_s: float) -> Iterator[int]:
+    """Descriptors as they become ready, until the caller has taken all out of `waiting`."""
+    deadline = time.monotonic() + timeout_s
+    while waiting:
+        ready = wait_for_any(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = ", ".join(str(rank.number) for rank in waiting.values())
+            tails = "\n".join(filter(None, (rank.tail() for rank in waiting.values())))
+            raise LabError(
+                f"after {timeout_s:g} s these ranks were not done: {late}. All were killed. "
+                + (f"Their stderr ends:\n{tails}" if tails else "They wrote nothing to stderr.")
+            )
+        yield from (one for one in ready if isinstance(one, int))
