@@ -1,0 +1,135 @@
+"""One rank of benchmarks.network: told what to train by lines of JSON, and answering likewise.
+
+    {"prepare": "qsgd:bits=4"}  make the model anew, and take the steps that are not measured
+    {"steps": 40}               measure so many
+
+Data: Fashion-MNIST, as Debian's package dataset-fashion-mnist has it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic as lc
+
+DATA = Path("/usr/share/datasets/fashion-mnist")
+IMAGES, LABELS = DATA / "train-images-idx3-ubyte.gz", DATA / "train-labels-idx1-ubyte.gz"
+BATCH = 64
+FP32, FP16, COMPUTE = "fp32 (no hook)", "fp16 (torch's hook)", "compute alone"
+COUNTED = ("sent_bytes", "exchange_seconds", "wire_seconds")
+UNMEASURED = 3  # steps: DDP rebuilds its buckets after the first, and kernels are compiled
+_START_STEPS = 200
+
+
+class Worker:
+    """Weights to start from, this rank's share of the data, and the model of the moment."""
+
+    def __init__(self, start: Path) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.images = torch.from_numpy(idx(IMAGES)[rank::size].reshape(-1, 784).copy())
+        self.labels = torch.from_numpy(idx(LABELS)[rank::size].astype(np.int64))
+        self.network = network()
+        if start.exists():
+            self.network.load_state_dict(torch.load(start))
+        else:
+            self.prepare(FP32)
+            self.train(_START_STEPS)
+            self.network = self.trained
+            if rank == 0:
+                torch.save(self.network.state_dict(), start)
+
+    def prepare(self, strategy: str) -> None:
+        """A model at the start, as the strategy wants it."""
+        self.trained = copy.deepcopy(self.network)
+        self.model: nn.Module = self.trained
+        self.handle: lc.HookState | None = None
+        if strategy != COMPUTE:
+            self.model = replicas = DistributedDataParallel(self.trained)
+            if strategy == FP16:
+                replicas.register_comm_hook(None, fp16_compress_hook)
+            elif strategy != FP32:
+                self.handle = lc.compress(replicas, strategy)
+        self.optimizer = torch.optim.SGD(self.trained.parameters(), lr=0.05, momentum=0.9)
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Random images of this rank's share."""
+        index = torch.randint(len(self.labels), (BATCH,), generator=self.generator)
+        return self.images[index].float() / 255, self.labels[index]
+
+    def train(self, steps: int) -> list[float]:
+        """Seconds of every step."""
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            images, labels = self.batch()
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(images), labels).backward()
+            self.optimizer.step()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def measure(self, steps: int) -> dict[str, Any]:
+        """Seconds of every step, and what the hook's counters grew by."""
+        before = self.counted()
+        seconds, after = self.train(steps), self.counted()
+        return {"seconds": seconds, **{name: after[name] - before[name] for name in after}}
+
+    def counted(self) -> dict[str, float]:
+        """The hook's counters; none without a hook of ours."""
+        if self.handle is None:
+            return {}
+        stats = self.handle.stats()
+        return {name: getattr(stats, name) for name in COUNTED}
+
+    def answer(self, job: dict[str, Any]) -> dict[str, Any]:
+        """What the parent is told."""
+        if "prepare" in job:
+            self.prepare(job["prepare"])
+            return {"seconds": self.train(UNMEASURED)}
+        return self.measure(job["steps"])
+
+
+def network() -> nn.Sequential:
+    """1.86 million parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    )
+
+
+def idx(path: Path) -> np.ndarray:
+    """An array from a file in the format of MNIST: a header of 32-bit sizes, then bytes."""
+    data = gzip.decompress(path.read_bytes())
+    dims = data[3]
+    shape = np.frombuffer(data, ">u4", dims, offset=4)
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * dims).reshape(shape)
+
+
+def main() -> None:
+    """Answer until stdin ends."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    worker = Worker(Path(sys.argv[1]))
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(worker.answer(json.loads(line))), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
