@@ -27,6 +27,7 @@ SPECS = (
     "ndqsg:levels=3,ratio=3",
     "global:bits=4",
     "global:bits=32",
+    "global:bits=8,subtract=true",
     "global-exp:bits=4",
     "qsgd-topk",
     "ecdq:error=0.08",

@@ -23,8 +23,19 @@ from laconic.codecs import (
     wrappers,
 )
 from laconic.errors import ConfigError, LaconicError, WireError
-from laconic.exchanges import AllGather, AllReduce, Exchange, ScatterReduce, Tree, exchanges, pair
-from laconic.integrations import HookState, Policy, Stats, comm_hook, compress
+from laconic.exchanges import (
+    AllGather,
+    AllReduce,
+    Exchange,
+    Hierarchical,
+    Ring,
+    ScatterReduce,
+    Sparse,
+    Tree,
+    exchanges,
+    pair,
+)
+from laconic.integrations import FSDPHandle, Handle, HookState, Policy, Stats, comm_hook, compress
 
 __all__ = [
     "BF16",
@@ -38,17 +49,22 @@ __all__ = [
     "Codec",
     "ConfigError",
     "Exchange",
+    "FSDPHandle",
     "Feedback",
     "Global",
     "GlobalExp",
+    "Handle",
+    "Hierarchical",
     "HookState",
     "Key",
     "LaconicError",
     "Place",
     "Policy",
     "QSGDTopK",
+    "Ring",
     "Rotate",
     "ScatterReduce",
+    "Sparse",
     "Stats",
     "Tree",
     "Uncompressed",

@@ -186,12 +186,20 @@ class Wire:
         """Bytes that travel, header included. Where the length varies, CUDA is waited for."""
         if not self.header.coder or not self.header.numel:
             return self.header.nbytes
-        chunks = table(self.header.parts).chunks
-        last = self.header.nbytes - 4 * chunks - 4  # of ends, which checks follow
+        return self.header.nbytes + 4 * (int(self._words()) & 0xFFFFFFFF)
+
+    def length(self) -> Tensor:
+        """`nbytes` as an int64 tensor of one value on the wire's device, without waiting for it."""
+        if not self.header.coder or not self.header.numel:
+            return torch.full((1,), self.header.nbytes, device=self.buffer.device)
+        return (self._words().to(torch.int64) & 0xFFFFFFFF) * 4 + self.header.nbytes
+
+    def _words(self) -> Tensor:
+        """Words behind the tables: the last entry of ends, which checks follow."""
+        last = self.header.nbytes - 4 * table(self.header.parts).chunks - 4
         if last < HEADER_BYTES:
             raise WireError("the wire's header leaves no room for the table of its chunks")
-        words = int(self.buffer[last : last + 4].view(torch.int32)) & 0xFFFFFFFF
-        return self.header.nbytes + 4 * words
+        return self.buffer[last : last + 4].view(torch.int32)
 
     @cached_property
     def data(self) -> Tensor:

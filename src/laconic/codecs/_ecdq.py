@@ -86,6 +86,10 @@ class ECDQ(Codec):
         check_choice(self.name, "subtract", self.subtract, tuple(_SUBTRACT))
         coder(self.coder)
 
+    @property
+    def budget(self) -> float | None:
+        return self.error
+
     def at_share(self, share: float) -> ECDQ:
         return self if self.error is None else replace(self, error=share * self.error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from laconic.codecs._coded import PLAIN, check_coder, coded_room, header_fields
 from laconic.codecs._linear import body_bytes, is_integer, read, sections, write
 from laconic.codecs._norms import as_scale, global_norm, local_norm, parse_norm, shared_scale
 from laconic.codecs._qsgd import max_norm_bound
+from laconic.codecs._strata import Draw, shared_key, stratum
 from laconic.errors import ConfigError
 from laconic.kernels import ScaleKind, backend
 from laconic.kernels._layout import MAX_LEVELS, packed_bytes
@@ -44,8 +45,21 @@ class Global(Codec):
     pass the same number, made from their `local_norm(x)` by `global_norm(...)`. Without it a
     wire is scaled by its own tensor and cannot be added to others.
 
+    `subtract=True` is DQSG under the shared scale: the same integers travel, receivers take the
+    dithers u_i = r_i - ½ off again, mean = Δ·(Σ_i q_i - Σ_i u_i)/n.
+
+    4. One draw u serves all workers, each in its stratum: u_i = frac(u + p_i/n) - ½, the places
+       p_i dealt anew for every key. Then Σ u_i = frac(n·u) - ½: one draw decodes a sum, too.
+       Each u_i is uniform, so the mean is unbiased and |q_i| ≤ s as before.
+    5. The variance of a value, whatever it is: Δ²/(12n²) where all workers have the same value
+       (zero, say), Δ²/(12n) where values spread over several Δ, and never more than
+       Δ²/(12n)·min(n, 1 + 1/n + 1/(n-1)) (docs/codecs.md). Not subtracting: Δ²·f(1-f)/n, Δ²/(6n)
+       on average, but nothing on zeros.
+    6. Wires that are not added (one worker, or a coder) have dithers of their own, as in dqsg.
+
     Xin et al., Global-QSGD, 2025, arXiv 2305.18627, section 4. Differs from the released code:
-    s is floored (127/n un-floored wraps), draws differ between ranks, any n.
+    s is floored (127/n un-floored wraps), draws differ between ranks, any n. Abdi and Fekri, 2019,
+    arXiv 1904.01197, section III, for the subtracted dither; one scale and strata are ours.
 
     >>> import torch, laconic as lc
     >>> codec, x = lc.codec("global:bits=8"), torch.tensor([1.0, -1.0])
@@ -64,6 +78,7 @@ class Global(Codec):
     levels: int | None = None
     norm: str = "max"
     coder: str = PLAIN
+    subtract: bool = False
 
     def __post_init__(self) -> None:
         if not is_integer(self.bits) or self.bits not in _PAYLOADS:
@@ -75,6 +90,8 @@ class Global(Codec):
         check_coder(self.name, self.coder)
         if self.coder != PLAIN and self.bits == 32:
             raise ConfigError("global: a coder takes integers of up to 8 bits: give bits=8")
+        if not isinstance(self.subtract, bool):
+            raise ConfigError(f"global: subtract must be true or false, not {self.subtract!r}")
         self.levels_for(1)
         object.__setattr__(self, "summable", self.coder == PLAIN)  # coded integers do not add up
 
@@ -105,10 +122,12 @@ class Global(Codec):
         """θ; for one worker the usual relative variance."""
         inner, outer = parse_norm(self.name, self.norm)
         s, size = self.levels_for(workers), workers * d
+        if self.subtract:
+            spread = _spread(d, inner) * _spread(workers, outer)
+            return d * (spread / s) ** 2 / 12 * _worst_strata(workers)
         if math.isinf(inner) and math.isinf(outer):
             return max_norm_bound(size, s) / workers
-        # N ≤ spread·‖x‖₂: 1 for norms of order 2 and more
-        spread = d ** max(1 / inner - 0.5, 0) * workers ** max(1 / outer - 0.5, 0)
+        spread = _spread(d, inner) * _spread(workers, outer)
         return min(size * spread**2 / (4 * s**2), math.sqrt(size) * spread / s) / workers
 
     def decode_sum(
@@ -142,6 +161,7 @@ class Global(Codec):
             raise TypeError(f"{self} adds up {_PAYLOADS[self.bits]}, not {payload.dtype}")
         count = packed_bytes(target.numel(), 4) if self.bits == 4 else target.numel()
         check_sum(self.name, payload, count, keys)
+        stream = shared_key(keys).stream() if self.subtract else None
         if target.numel():
             workers = len(keys)
             levels = self.levels_for(workers)
@@ -149,13 +169,14 @@ class Global(Codec):
                 payload.view(torch.uint8) if self.bits == 8 else payload,
                 as_scale(norm, payload.device),
                 target.view(-1),
-                stream=None,
+                stream=stream,
                 block=0,
                 levels=levels,
                 bits=self.bits,
                 offset=128 if self.bits == 8 else workers * levels,
                 weight=weight / workers,
                 add=add,
+                workers=workers,
             )
         return target
 
@@ -171,6 +192,7 @@ class Global(Codec):
             levels=self.levels_for(workers),
             workers=workers,
             norm=ScaleKind.GIVEN,
+            ratio=int(self.subtract),
             inner=float(np.float32(inner)),  # as the header holds it
             outer=float(np.float32(outer)),
             payload_dtype=_PAYLOADS[self.bits] if self.summable else None,
@@ -186,7 +208,26 @@ class Global(Codec):
     ) -> None:
         scale, _ = sections(body, header)
         scale.copy_(shared_scale(self, x, header.workers, norm))
-        write(x, key, body, header, ScaleKind.GIVEN)
+        draw = self._draw(key, header)
+        write(x, draw.key, body, header, ScaleKind.GIVEN, draw.shift)
 
     def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
-        read(body, wire, into, subtract=False)
+        draw = self._draw(wire.key, wire.header)
+        wire = replace(wire, key=draw.key)
+        read(body, wire, into, subtract=self.subtract, shift=draw.shift)
+
+    def _draw(self, key: Key, header: Header) -> Draw:
+        """Strata where wires will be added, else the key's own draws."""
+        if self.subtract and self.summable and header.workers > 1:
+            return stratum(key, header.workers, header.levels)
+        return Draw(key)
+
+
+def _spread(count: int, order: float) -> float:
+    """max ‖v‖_order/‖v‖₂ over v of `count` values: 1 for norms of order 2 and more."""
+    return count ** max(1 / order - 0.5, 0)
+
+
+def _worst_strata(workers: int) -> float:
+    """Variance of the sum of n strata over that of n independent dithers, at most."""
+    return min(workers, 1 + 1 / workers + 1 / (workers - 1)) if workers > 1 else 1.0

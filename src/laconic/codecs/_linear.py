@@ -95,8 +95,10 @@ def sections(body: Tensor, header: Header) -> tuple[Tensor, Tensor]:
     return scales.view(torch.float32), codes.view(torch.int32) if header.bits == 32 else codes
 
 
-def write(x: Tensor, key: Key, body: Tensor, header: Header, kind: ScaleKind) -> None:
-    """Quantize x into the body's two sections."""
+def write(
+    x: Tensor, key: Key, body: Tensor, header: Header, kind: ScaleKind, shift: int = 0
+) -> None:
+    """Quantize x into the body's two sections, with draws that are moved by `shift`."""
     scales, codes = sections(body, header)
     if header.coder:
         codes = scratch(header.numel, x.device)
@@ -109,13 +111,14 @@ def write(x: Tensor, key: Key, body: Tensor, header: Header, kind: ScaleKind) ->
         levels=header.levels,
         bits=8 if header.coder else header.bits,
         kind=kind,
+        shift=shift,
     )
     if header.coder:
         write_codes(codes, body, header, key.stream())
 
 
-def read(body: Tensor, wire: Wire, into: Into, *, subtract: bool) -> None:
-    """Decode the body's two sections; with `subtract`, take the dither off."""
+def read(body: Tensor, wire: Wire, into: Into, *, subtract: bool, shift: int = 0) -> None:
+    """Decode the body's two sections; with `subtract`, take the dither off, moved by `shift`."""
     header, stream = wire.header, wire.key.stream()
     scales, codes = sections(body, header)
     bits = header.bits
@@ -133,4 +136,5 @@ def read(body: Tensor, wire: Wire, into: Into, *, subtract: bool) -> None:
         offset=code_offset(header.levels, bits),
         weight=into.weight,
         add=into.add,
+        shift=shift,
     )

@@ -88,6 +88,10 @@ class Rotate(Codec):
         object.__setattr__(self, "unbiased", self.inner.unbiased)
         object.__setattr__(self, "segmented", self.inner.segmented)
 
+    @property
+    def budget(self) -> float | None:
+        return self.inner.budget
+
     def at_share(self, share: float) -> Rotate:
         return replace(self, inner=self.inner.at_share(share))
 

@@ -120,6 +120,8 @@ def _settings(kind: type[Codec], rest: str) -> dict[str, Any]:
 def _value(text: str) -> int | float | str | None:
     if text == "tensor":
         return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     for kind in (int, float):
         try:
             return kind(text)

@@ -39,9 +39,10 @@ class AllGather(Exchange):
         mine = encode(codec, x, call.key(call.rank), places, call)
         plain = no_values(x) if rest is None else rest
         sizes = Sizes.of(codec, [x.numel()] * n, [places] * n, x.dtype)
-        arrived = share(Message(mine, plain), call, sizes, [plain.numel()] * n)
+        arrived = share(Message.of(mine, plain), call, sizes, [plain.numel()] * n)
         for i, message in enumerate(arrived):
-            decode(codec, message.wire, x, call.key(i), places, x.dtype, add=i > 0, weight=1 / n)
+            key = call.key(i)
+            decode(codec, message.wire, x, key, places, x.dtype, call, add=i > 0, weight=1 / n)
             if i == 0:
                 torch.mul(message.rest, 1 / n, out=plain)
             else:

@@ -31,7 +31,8 @@ class AllReduce(Exchange):
         if not codec.summable:
             raise ConfigError(
                 f"{codec.name}'s wires do not add up in an all-reduce; use "
-                f"'{codec}@scatter-reduce', or a codec that sums: none, fp16, bf16, global"
+                f"'{codec}@scatter-reduce', or a codec that sums: none, fp16, bf16, global "
+                "(global:bits=8,subtract=true is dqsg with one scale for all ranks)"
             )
 
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -21,10 +21,15 @@ _CHUNKS = 1 << 20  # more than ranks: keys of different chunks differ
 
 @dataclass
 class Traffic:
-    """What this rank has sent so far, and how long it was in collectives, waiting included."""
+    """What this rank has sent so far, and how long it was in collectives, waiting included.
+
+    An exchange that knows which ranks share a node counts what stays inside one as `local_bytes`;
+    `sent_bytes` is all the rest, and with any other exchange everything.
+    """
 
     sent_bytes: int = 0
     wire_seconds: float = 0.0
+    local_bytes: int = 0
 
     @contextmanager
     def sending(self, count: float) -> Iterator[None]:
@@ -34,20 +39,32 @@ class Traffic:
         self.wire_seconds += time.perf_counter() - start
         self.sent_bytes += round(count)
 
+    @contextmanager
+    def inside_a_node(self) -> Iterator[None]:
+        """What is sent in here stays inside a node."""
+        before = self.sent_bytes
+        yield
+        self.local_bytes += self.sent_bytes - before
+        self.sent_bytes = before
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """One exchange of one tensor: among whom, and what names its draws.
 
     `tensor` is a number that all ranks give this tensor and no other one at this step; `places` say
-    which parameters it holds, for codecs with a step or a memory for each.
+    which parameters it holds, for codecs with a step or a memory for each. `first_chunk` is the
+    number of its first chunk: sub-groups that share a tensor's parts draw with chunks of their own.
     """
 
     group: dist.ProcessGroup
     seed: int = 0
     step: int = 0
     tensor: int = 0
+    first_chunk: int = 0
     places: tuple[Place, ...] = ()
+    kappa: float = 0.0  # ‖mean‖²/‖x‖² as last measured; 0 if it was not
+    known: set[Hashable] = field(default_factory=set, compare=False)  # wires that were as expected
     scratch: Scratch = field(default_factory=Scratch, compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 
@@ -63,7 +80,7 @@ class Call:
 
     def key(self, rank: int, chunk: int = 0, phase: int = 0) -> Key:
         """Names the encoding of a chunk by a rank: first (phase 0) or of a mean (phase 1)."""
-        tensor = self.tensor * _CHUNKS + chunk
+        tensor = self.tensor * _CHUNKS + self.first_chunk + chunk
         return Key(seed=self.seed, step=self.step, tensor=tensor, rank=rank, phase=phase)
 
     def inside(self, start: int, stop: int) -> list[Place]:
@@ -92,6 +109,14 @@ class Exchange(ABC):
     @abstractmethod
     def check(self, codec: Codec) -> None:
         """ConfigError, with a pair that works, if this exchange cannot carry the codec."""
+
+    def prepare(self, group: dist.ProcessGroup) -> None:  # noqa: B027 (most have nothing to do)
+        """Make what `mean` needs beside the group itself, such as sub-groups; once, on all ranks.
+
+        Call it where all ranks of the group make groups in the same order, before the first mean:
+        process groups made later, in a thread of communication, may come in another order on
+        another rank and hang. `mean` does it where that was forgotten.
+        """
 
     @abstractmethod
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:

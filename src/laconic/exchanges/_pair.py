@@ -9,11 +9,15 @@ from laconic.errors import ConfigError
 from laconic.exchanges._allgather import AllGather
 from laconic.exchanges._allreduce import AllReduce
 from laconic.exchanges._base import Exchange
+from laconic.exchanges._hierarchical import Hierarchical
+from laconic.exchanges._ring import Ring
 from laconic.exchanges._scatter_reduce import ScatterReduce
+from laconic.exchanges._sparse import Sparse
 from laconic.exchanges._tree import Tree
 
 _BY_NAME: dict[str, type[Exchange]] = {
-    kind.name: kind for kind in (AllReduce, ScatterReduce, AllGather, Tree)
+    kind.name: kind
+    for kind in (AllReduce, ScatterReduce, AllGather, Tree, Ring, Sparse, Hierarchical)
 }
 
 

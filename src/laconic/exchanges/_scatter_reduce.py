@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -32,8 +33,10 @@ class ScatterReduce(Exchange):
     Every rank decodes the same n wires, so all end with the same bits. The error of the mean is
     e1·Σ_{i≠j}‖x_i‖²/n² + e2·‖S‖²: relative to the mean about e1/(n·κ) + e2, with
     κ = ‖mean‖²/(average ‖x_i‖²) between 1/n (independent) and 1 (equal gradients). A codec's
-    `error=` is the budget of the mean: half of it goes to each encoding, which is within the budget
-    for the worst κ, 1/n.
+    `error=` E is the budget of the mean, half for each encoding: e1 = n·κ·E/2 and e2 = E/2. Each
+    rank takes its own κ_i = ‖mean‖²/‖x_i‖² as measured before (`Call.kappa`; steps travel in the
+    wires, so ranks need not agree): Σ_i e1_i‖x_i‖²/n² = ‖mean‖²·E/2 exactly. Until it is measured,
+    κ = 1/n, the worst.
     Bytes a rank sends: 2·(n-1)/n of the encoded tensor.
     """
 
@@ -47,13 +50,25 @@ class ScatterReduce(Exchange):
 
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         n, rank, half = call.size, call.rank, codec.at_share(0.5)
+        first = codec.at_share(0.5 * gain(n * call.kappa))
         edges = chunk_edges(x.numel(), n)
         chunks = [x[edges[j] : edges[j + 1]] for j in range(n)]
         places = [call.inside(edges[j], edges[j + 1]) for j in range(n)]
         plain = chunks_of(no_values(x) if rest is None else rest, n, _REST_GRAIN)
         total = call.scratch.take("sum", chunks[rank].numel(), x.device, torch.float32)
-        scatter(chunks, half, call, total, places=places, rest=plain, rest_out=plain[rank])
+        scatter(chunks, first, call, total, places=places, rest=plain, rest_out=plain[rank])
         gather(total, half, call, chunks, places=places, rest=plain)
+
+
+def gain(nk: float) -> float:
+    """n·κ as the factor of the first encoding's error: 1 to 16, rounded down to quarter octaves.
+
+    Few different values, because codecs with different settings have caches of their own; above 16
+    a first encoding would save little more.
+    """
+    if not nk > 1:  # not measured, or NaN
+        return 1.0
+    return 2.0 ** (math.floor(4 * math.log2(min(nk, 16.0))) / 4)
 
 
 def scatter(
@@ -68,23 +83,22 @@ def scatter(
 ) -> None:
     """out = the mean over ranks of chunk `rank`, in fp32; rest_out likewise of plain values."""
     n, rank, dtype = call.size, call.rank, chunks[0].dtype
-    nothing = torch.empty(0, dtype=torch.uint8, device=out.device)
     messages = []
     for j, chunk in enumerate(chunks):
-        wire = nothing
+        wire = None
         if j != rank and chunk.numel():
             wire = encode(codec, chunk, call.key(rank, j), places[j], call)
-        messages.append(Message(wire, rest[j] if j != rank else rest[j][:0]))
+        messages.append(Message.of(wire, rest[j] if j != rank else rest[j][:0]))
     here = [0 if i == rank else out.numel() for i in range(n)]
     rest_here = [0 if i == rank else rest_out.numel() for i in range(n)]
     sizes = Sizes.of(codec, here, [places[rank]] * n, dtype)
     arriving = swap(messages, call, sizes, rest_here)
-    torch.mul(chunks[rank], 1 / n, out=out)
+    out.copy_(chunks[rank]).mul_(1 / n)  # in fp32 before it is weighed
     torch.mul(rest[rank], 1 / n, out=rest_out)
     for i, message in enumerate(arriving):
         if here[i]:
             key = call.key(i, rank)
-            decode(codec, message.wire, out, key, places[rank], dtype, add=True, weight=1 / n)
+            decode(codec, message.wire, out, key, places[rank], dtype, call, add=True, weight=1 / n)
         if rest_here[i]:
             rest_out.add_(message.rest, alpha=1 / n)
 
@@ -100,13 +114,13 @@ def gather(
 ) -> None:
     """Every rank's `mine`, encoded once, becomes its chunk on all ranks; plain values likewise."""
     rank, counts = call.rank, [chunk.numel() for chunk in chunks]
-    wire = torch.empty(0, dtype=torch.uint8, device=mine.device)
+    wire = None
     if counts[rank]:
         wire = encode(codec, mine, call.key(rank, rank, 1), places[rank], call)
     sizes = Sizes.of(codec, counts, places, mine.dtype)
     plain = [part.numel() for part in rest]
-    for j, message in enumerate(share(Message(wire, rest[rank]), call, sizes, plain)):
+    for j, message in enumerate(share(Message.of(wire, rest[rank]), call, sizes, plain)):
         if counts[j]:
-            decode(codec, message.wire, chunks[j], call.key(j, j, 1), places[j], mine.dtype)
+            decode(codec, message.wire, chunks[j], call.key(j, j, 1), places[j], mine.dtype, call)
         if plain[j] and j != rank:
             rest[j].copy_(message.rest)

@@ -14,18 +14,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic._wire import ALIGN
+from laconic._wire import ALIGN, Wire
 from laconic.errors import WireError
 from laconic.exchanges._base import Call
 from laconic.exchanges._wires import Sizes
 
+# torch 2.13 calls it all_gather_single, and warns of the older name
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class Message:
-    """The bytes of a wire, and plain fp32 values."""
+    """The bytes of a wire, and plain fp32 values.
+
+    `length` is there where only a device knows how many of the bytes count.
+    """
 
     wire: Tensor
     rest: Tensor
+    length: Tensor | None = None
+
+    @staticmethod
+    def of(wire: Wire | None, rest: Tensor) -> Message:
+        """A wire, or nothing, to be sent."""
+        if wire is None:
+            return Message(torch.empty(0, dtype=torch.uint8, device=rest.device), rest)
+        if wire.header.coder and wire.buffer.is_cuda:
+            return Message(wire.buffer, rest, wire.length())
+        return Message(wire.data, rest)
+
+    def cut(self, size: int) -> Message:
+        """With the length that has become known."""
+        return Message(self.wire[:size], self.rest)
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """As bytes."""
@@ -62,7 +82,10 @@ def swap(
     `sizes` and `rest` tell how long the arriving wires are, and how many plain values follow each.
     """
     device = messages[0].wire.device
-    wires = sizes.bytes if sizes.known else _swap_sizes(messages, call, sizes)
+    wires = sizes.bytes
+    if not sizes.known:
+        mine, wires = _swap_sizes(messages, call, sizes)
+        messages = [message.cut(size) for message, size in zip(messages, mine, strict=True)]
     out = [sum(padded(part.numel()) for part in message.parts()) for message in messages]
     room = [padded(size) + padded(4 * count) for size, count in zip(wires, rest, strict=True)]
     send = joined((part for one in messages for part in one.parts()), "send", call, device)
@@ -79,7 +102,10 @@ def share(message: Message, call: Call, sizes: Sizes, rest: Sequence[int]) -> li
     """
     if dist.get_backend(call.group) == "gloo":
         return swap([message] * call.size, call, sizes, rest)
-    wires = sizes.bytes if sizes.known else _share_sizes(message, call, sizes)
+    wires = sizes.bytes
+    if not sizes.known:
+        wires = _share_sizes(message, call, sizes)
+        message = message.cut(wires[call.rank])
     room = padded(max(wires)) + padded(4 * max(rest))
     device = message.wire.device
     send = call.scratch.take("send", room, device, torch.uint8)
@@ -87,7 +113,7 @@ def share(message: Message, call: Call, sizes: Sizes, rest: Sequence[int]) -> li
     send[: mine.numel()].copy_(mine)
     receive = call.scratch.take("receive", room * call.size, device, torch.uint8)
     with call.traffic.sending(room * (call.size - 1)):
-        dist.all_gather_into_tensor(receive, send, group=call.group)
+        _gather_single(receive, send, group=call.group)
     return _messages(receive.split(room), wires, rest)
 
 
@@ -134,30 +160,47 @@ def _messages(parts: Sequence[Tensor], wires: Sequence[int], rest: Sequence[int]
     return found
 
 
-def _swap_sizes(messages: Sequence[Message], call: Call, most: Sizes) -> tuple[int, ...]:
-    device = messages[0].wire.device
-    mine = torch.tensor([message.wire.numel() for message in messages], device=device)
-    theirs = torch.empty_like(mine)
+def _swap_sizes(
+    messages: Sequence[Message], call: Call, most: Sizes
+) -> tuple[Sequence[int], tuple[int, ...]]:
+    """Lengths of own wires and of those that will arrive. The one wait for a device."""
+    both = call.scratch.take("sizes", 2 * call.size, messages[0].wire.device, torch.int64)
+    mine, theirs = both.split(call.size)
+    _measure(messages, mine)
     with call.traffic.sending(8 * (call.size - 1)):
         dist.all_to_all_single(theirs, mine, group=call.group)
-    return checked_sizes(theirs, most)
+    found = both.tolist()
+    return found[: call.size], checked_sizes(found[call.size :], most)
 
 
 def _share_sizes(message: Message, call: Call, most: Sizes) -> tuple[int, ...]:
-    mine = torch.tensor([message.wire.numel()], device=message.wire.device)
-    theirs = torch.empty(call.size, dtype=torch.int64, device=mine.device)
+    device = message.wire.device
+    mine = call.scratch.take("size", 1, device, torch.int64)
+    theirs = call.scratch.take("sizes", call.size, device, torch.int64)
+    _measure([message], mine)
     with call.traffic.sending(8 * (call.size - 1)):
-        dist.all_gather_into_tensor(theirs, mine, group=call.group)
-    return checked_sizes(theirs, most)
+        _gather_single(theirs, mine, group=call.group)
+    return checked_sizes(theirs.tolist(), most)
 
 
-def checked_sizes(sizes: Tensor, most: Sizes) -> tuple[int, ...]:
+def _measure(messages: Sequence[Message], out: Tensor) -> None:
+    """Lengths of wires, on their device."""
+    if all(message.length is None for message in messages):
+        out.copy_(torch.tensor([message.wire.numel() for message in messages]))
+        return
+    for message, place in zip(messages, out.split(1), strict=True):
+        if message.length is None:
+            place.fill_(message.wire.numel())
+        else:
+            place.copy_(message.length)
+
+
+def checked_sizes(sizes: Sequence[int], most: Sizes) -> tuple[int, ...]:
     """WireError before anything is allocated for a false claim."""
-    found = tuple(sizes.tolist())
-    for rank, (size, limit) in enumerate(zip(found, most.bytes, strict=True)):
+    for rank, (size, limit) in enumerate(zip(sizes, most.bytes, strict=True)):
         if not 0 <= size <= limit:
             raise WireError(
                 f"rank {rank} announced {size} bytes where {limit} are the most: are all ranks "
                 "running the same settings?"
             )
-    return found
+    return tuple(sizes)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from laconic._wire import Wire
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._base import Call, Exchange
+from laconic.exchanges._point_to_point import fly
 from laconic.exchanges._transport import Message, gather_numbers, joined, no_values, padded, share
 from laconic.exchanges._wires import Sizes, chunks_of, decode
 
@@ -34,7 +34,7 @@ class Tree(Exchange):
        ceil(log2 n) of headroom, a chain n - 1. Every addition has a key of its own.
     3. The owner's wire goes to all, who decode it, times 1/n.
 
-    Bytes a rank sends: about log2(n)/2 + 1 of the encoded tensor.
+    Bytes a rank sends: 2·(n-1)/n of the encoded tensor (n - 1 sends a chunk, and its copies).
     """
 
     name: ClassVar[str] = "tree"
@@ -65,7 +65,9 @@ class Tree(Exchange):
         for j, message in enumerate(share(mine, call, sizes, [0] * n)):
             if counts[j]:
                 key = call.key(j, j, phase)
-                decode(codec, message.wire, chunks[j], key, (), x.dtype, weight=1 / n, workers=n)
+                decode(
+                    codec, message.wire, chunks[j], key, (), x.dtype, call, weight=1 / n, workers=n
+                )
 
     def _round(self, wires: list[Wire], codec: Any, call: Call, stride: int, phase: int) -> None:
         """Send half of what is left one way, add what comes the other way."""
@@ -77,16 +79,7 @@ class Tree(Exchange):
         send = joined([wires[j].data for j in going], "tree send", call, device)
         room = [padded(wires[j].nbytes) for j in coming]
         receive = call.scratch.take("tree receive", sum(room), device, torch.uint8)
-        moves = []
-        if going:
-            peer = dist.get_global_rank(call.group, (rank - stride) % n)
-            moves.append(dist.P2POp(dist.isend, send, peer, group=call.group))
-        if coming:
-            peer = dist.get_global_rank(call.group, (rank + stride) % n)
-            moves.append(dist.P2POp(dist.irecv, receive, peer, group=call.group))
-        with call.traffic.sending(send.numel()):
-            for work in dist.batch_isend_irecv(moves) if moves else ():
-                work.wait()
+        fly(send, (rank - stride) % n, receive, (rank + stride) % n, "tree", call).wait(call)
         for j, part in zip(coming, receive.split(room), strict=True):
             mine = wires[j]
             theirs = Wire.parse(

@@ -27,10 +27,20 @@ The subtracted dither is u = (r + ½)/2^F - ½, symmetric about zero. In units o
 
 With m = (t + r) mod 2^F, uniform whatever t is: W - 2t = 2^F - 1 - 2m. So the error is uniform
 on a symmetric grid, independent of x, with variance (1 - 4^-F)/12 of a squared level.
+
+n workers whose codes are added may share the draw r, each in a stratum of its own, o_p =
+floor(p·2^F/n) for p = 0 .. n-1: r_p = (r + o_p) mod 2^F is uniform whatever n is. Exactly
+floor(n·r/2^F) of the r + o_p reach 2^F, and Σ o_p = ((n-1)·(2^F - 1) + g - 1)/2 with
+g = gcd(n, 2^F), so that (Hermite's identity, in integers)
+
+    Σ_p (2·r_p + 1 - 2^F) = 2·(n·r mod 2^F) - 2^F + g
+
+and one draw decodes the sum: W = 2^(F+1)·Σq - 2·(n·r mod 2^F) + 2^F - g.
 """
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 
 GROUP = 128
@@ -62,6 +72,11 @@ def fixed_bits(levels: int) -> int:
 def code_offset(levels: int, bits: int) -> int:
     """What is added to q to make a code: two's complement at 8 bits, else offset binary."""
     return 128 if bits == 8 else levels
+
+
+def dither_centre(workers: int, fraction: int) -> int:
+    """2^F - gcd(n, 2^F): what makes n added dithers symmetric about zero."""
+    return (1 << fraction) - math.gcd(workers, 1 << fraction)
 
 
 def groups(numel: int) -> int:

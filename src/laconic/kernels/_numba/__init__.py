@@ -12,9 +12,11 @@ from laconic.kernels._numba.rotate import (
     rotate_quantize,
 )
 from laconic.kernels._numba.select import largest_entries
+from laconic.kernels._numba.sums import add_codes, read_sums
 
 __all__ = [
     "accumulate",
+    "add_codes",
     "decode_integers",
     "dequantize",
     "dequantize_rotate",
@@ -29,6 +31,7 @@ __all__ = [
     "nested_dequantize",
     "nested_quantize",
     "quantize",
+    "read_sums",
     "rotate_back",
     "rotate_into",
     "rotate_quantize",

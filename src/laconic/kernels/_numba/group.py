@@ -69,19 +69,24 @@ def round_group(
     p0: np.uint32,
     k0: np.uint32,
     k1: np.uint32,
+    lag: np.uint32 | None,
 ) -> None:
     """Codes ((rint(y[start+j]·times) + r) >> F) + offset of 128 elements, from codes[to] on.
 
-    With bits == 4 they are packed, two to a byte; else there is a byte for each.
+    With bits == 4 they are packed, two to a byte; else there is a byte for each. `lag` is added to
+    the 16 bits that r is the top of; None is a kernel of its own, without the additions.
     """
     low, high, shift = u32(16 - fraction), u32(32 - fraction), i32(fraction)
     adjust = i32(offset - (ROUND_BITS >> fraction))
     for j in range(64):
         h = mix(u32(p0 + u32(j)), k0, k1)
+        g = h
+        if lag is not None:
+            g, h = u32(h + u32(lag << u32(16))), u32(h + lag)
         a = bits_of(f32(f32(get(y, start + j) * times) + ROUND))
         b = bits_of(f32(f32(get(y, start + j + 64) * times) + ROUND))
         a = i32(sar(i32(a + i32(shr(u32(h & u32(0xFFFF)), low))), shift) + adjust)
-        b = i32(sar(i32(b + i32(shr(h, high))), shift) + adjust)
+        b = i32(sar(i32(b + i32(shr(g, high))), shift) + adjust)
         if bits == 4:
             store(codes, to + j, u8(i32(a | i32(b << i32(4)))))
         else:
@@ -95,37 +100,40 @@ def values(
     at: int,
     bits: int,
     worth: np.float32,
-    offset: int,
+    base: int,
     fraction: int,
     subtract: bool,
     p0: np.uint32,
     k0: np.uint32,
     k1: np.uint32,
+    strata: tuple[np.uint32, np.uint32] | None,
     out: Pointer,
     start: int,
     add: bool,
 ) -> None:
-    """out (+)= (code - offset)·worth; with subtract, of W in units of 2^-(F+1).
+    """out (+)= (code + base)·worth; with subtract, of W in units of 2^-(F+1).
 
     Codes are read from codes[at] on: packed if bits == 4, two's complement if bits == 8, else a
-    byte for each.
+    byte for each. Strata are workers and shift; None is a kernel of its own, without them.
     """
     second = at if bits == 4 else at + 64
     mask, drop = i32(15 if bits == 4 else 255), i32(4 if bits == 4 else 0)
     flip = i32(0x80 if bits == 8 else 0)
     low, high = u32(16 - fraction), u32(32 - fraction)
-    shift = i32(fraction + 1 if subtract else 0)
-    base = i32(-offset)
-    if subtract:
-        base = i32(i32((1 << fraction) - 1) - i32(offset << (fraction + 1)))
+    double, base = i32(fraction + 1 if subtract else 0), i32(base)
+    ring = u32((1 << fraction) - 1)
     for j in range(64):
         a = i32(i32(i32(load(codes, at + j)) & mask) ^ flip)
         b = i32(sar(i32(load(codes, second + j)), drop) ^ flip)
-        a, b = i32(shl(a, shift) + base), i32(shl(b, shift) + base)
+        a, b = i32(shl(a, double) + base), i32(shl(b, double) + base)
         if subtract:
             h = mix(u32(p0 + u32(j)), k0, k1)
-            a = i32(a - i32(u32(shr(u32(h & u32(0xFFFF)), low) << u32(1))))
-            b = i32(b - i32(u32(shr(h, high) << u32(1))))
+            r, s = shr(u32(h & u32(0xFFFF)), low), shr(h, high)
+            if strata is not None:
+                r = u32(u32(u32(r * strata[0]) + strata[1]) & ring)
+                s = u32(u32(u32(s * strata[0]) + strata[1]) & ring)
+            a = i32(a - i32(u32(r << u32(1))))
+            b = i32(b - i32(u32(s << u32(1))))
         v, w = f32(f32(a) * worth), f32(f32(b) * worth)
         put(out, start + j, f32(get(out, start + j) + v) if add else v)
         put(out, start + j + 64, f32(get(out, start + j + 64) + w) if add else w)

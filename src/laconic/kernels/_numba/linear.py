@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from laconic._key import Stream
-from laconic.kernels._layout import GROUP, TINY, ScaleKind, code_offset, fraction_bits, groups
+from laconic.kernels._layout import (
+    GROUP,
+    TINY,
+    ScaleKind,
+    code_offset,
+    dither_centre,
+    fraction_bits,
+    groups,
+)
 from laconic.kernels._numba.group import emit, fixed_point, per_element, round_group, values
 from laconic.kernels._numba.memory import (
     Pointer,
@@ -65,11 +73,12 @@ def quantize(
     levels: int,
     bits: int,
     kind: ScaleKind,
+    shift: int = 0,
 ) -> None:
     """See the reference."""
     fraction = fraction_bits(levels)
     if bits == 32:
-        return quantize_wide(x, scale, payload, stream, levels << fraction, fraction)
+        return quantize_wide(x, scale, payload, stream, levels << fraction, fraction, shift)
     fused = block > 0 and block % GROUP == 0
     if kind is not ScaleKind.GIVEN and not fused:
         scales(x, scale, block=block, kind=kind)
@@ -84,6 +93,7 @@ def quantize(
         0 if bits == 8 else code_offset(levels, bits),  # 8 bits hold q itself
         u32(stream.k0),
         u32(stream.k1),
+        u32(shift << (16 - fraction)) if shift else None,
     )
     total = groups(n)
     overflow = split(
@@ -113,22 +123,33 @@ def dequantize(
     offset: int,
     weight: float,
     add: bool,
+    shift: int = 0,
+    workers: int = 1,
 ) -> None:
     """See the reference."""
-    if bits == 32:
-        return dequantize_wide(payload, scale, out, 1.0 / levels, weight, add)
     fraction = fraction_bits(levels)
     unit = 1.0 / (levels if stream is None else levels << (fraction + 1))
-    k0, k1 = (0, 0) if stream is None else stream
+    worth = (f32(unit), f32(weight), f32(torch.finfo(out.dtype).max), add)
+    dither = dither_settings(stream, fraction, shift, workers)
+    if bits == 32:
+        return dequantize_wide(payload, scale, out, *dither, *worth)
     codes, ns, target = array(payload), array(scale), array(out)
-    bound = torch.finfo(out.dtype).max
-    settings = (block, bits, offset, fraction, stream is not None, u32(k0), u32(k1))
-    worth = (f32(unit), f32(weight), f32(bound), add)
+    settings = (block, bits, offset, *dither)
     split(
         lambda a, b: _dequantize(codes, out.numel(), ns, target, *settings, *worth, a, b),
         groups(out.numel()),
         GROUP,
     )
+
+
+def dither_settings(stream: Stream | None, fraction: int, shift: int, workers: int) -> tuple:
+    """What decoding needs to know of the dither."""
+    k0, k1 = (0, 0) if stream is None else stream
+    strata = None
+    if stream is not None and (shift or workers > 1):
+        strata = (u32(workers % (1 << fraction)), u32(shift))
+    centre = dither_centre(workers, fraction)
+    return fraction, stream is not None, centre, u32(k0), u32(k1), strata
 
 
 @kernel
@@ -172,6 +193,7 @@ def quantize_groups(
     offset: int,
     k0: np.uint32,
     k1: np.uint32,
+    lag: np.uint32 | None,
     first: int,
     last: int,
 ) -> bool:
@@ -208,10 +230,10 @@ def quantize_groups(
         p0 = u32(e >> 1)
         to = g * 16 * bits if direct else 0
         if plain:
-            round_group(x, e, times, target, to, bits, fraction, offset, p0, k0, k1)
+            round_group(x, e, times, target, to, bits, fraction, offset, p0, k0, k1, lag)
         else:
             overflow |= fixed_point(x, n, scale, block, gain, e, y)
-            round_group(y, 0, f32(1), target, to, bits, fraction, offset, p0, k0, k1)
+            round_group(y, 0, f32(1), target, to, bits, fraction, offset, p0, k0, k1, lag)
         if not direct:
             pack(codes, out, g * 16 * bits, bits)
     return overflow
@@ -246,8 +268,10 @@ def dequantize_groups(
     offset: int,
     fraction: int,
     subtract: bool,
+    centre: int,
     k0: np.uint32,
     k1: np.uint32,
+    strata: tuple[np.uint32, np.uint32] | None,
     unit: np.float32,
     weight: np.float32,
     bound: np.float32,
@@ -263,6 +287,8 @@ def dequantize_groups(
     b = first // per
     until = first  # the group at which the next block starts
     worth, plain = f32(0), False
+    base = centre - (offset << (fraction + 1)) if subtract else -offset
+    draw = (k0, k1, strata)
     for g in range(first, last):
         e = g * GROUP
         source, at = data, g * 16 * bits
@@ -284,9 +310,9 @@ def dequantize_groups(
             plain = (size >= f32(TINY) or size == f32(0)) and most < f32(bound / f32(512))
         p0 = u32(e >> 1)
         if plain and e + GROUP <= n:
-            values(source, at, bits, worth, offset, fraction, subtract, p0, k0, k1, out, e, add)
+            values(source, at, bits, worth, base, fraction, subtract, p0, *draw, out, e, add)
         else:
-            values(source, at, bits, f32(1), offset, fraction, subtract, p0, k0, k1, y, 0, False)
+            values(source, at, bits, f32(1), base, fraction, subtract, p0, *draw, y, 0, False)
             count = min(GROUP, n - e)
             per_element(y, scale, block, e, count, unit, weight, bound)
             emit(y, out, e, count, add)

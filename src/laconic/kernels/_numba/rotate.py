@@ -22,7 +22,7 @@ from torch import Tensor
 from laconic._key import Stream
 from laconic.kernels._layout import GROUP, ScaleKind, code_offset, fraction_bits
 from laconic.kernels._numba.group import clamped
-from laconic.kernels._numba.linear import dequantize_groups, quantize_groups
+from laconic.kernels._numba.linear import dequantize_groups, dither_settings, quantize_groups
 from laconic.kernels._numba.memory import (
     Pointer,
     array,
@@ -117,6 +117,7 @@ def rotate_quantize(
         0 if bits == 8 else code_offset(levels, bits),
         u32(stream.k0),
         u32(stream.k1),
+        None,
     )
     split(
         lambda a, b: _rotate_quantize(data, n, ns, out, *rotation, settings, a, b),
@@ -143,12 +144,11 @@ def dequantize_rotate(
     """See the reference."""
     fraction = fraction_bits(levels)
     unit = 1.0 / (levels if stream is None else levels << (fraction + 1))
-    k0, k1 = (0, 0) if stream is None else stream
     codes, n, ns, target = array(payload), out.numel(), array(scale), array(out)
     rotation = (size, max(size, UNIT), _factor(size), u32(signs.k0), u32(signs.k1))
-    dither = (stream is not None, u32(k0), u32(k1))
+    dither = dither_settings(stream, fraction, shift=0, workers=1)
     plain = (f32(1), LARGEST, False)  # weight and bound, no adding
-    settings = (block, bits, offset, fraction, *dither, f32(unit), *plain)
+    settings = (block, bits, offset, *dither, f32(unit), *plain)
     worth = (f32(weight), f32(torch.finfo(out.dtype).max), add)
     split(
         lambda a, b: _dequantize_rotate(codes, n, ns, target, *rotation, *worth, settings, a, b),

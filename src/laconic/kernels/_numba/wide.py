@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from laconic.kernels._numba.memory import (
     load,
     pointer,
     sar,
+    shr,
     store,
     u32,
 )
@@ -27,23 +30,26 @@ from laconic.kernels._pool import split
 
 
 def quantize_wide(
-    x: Tensor, scale: Tensor, payload: Tensor, stream: Stream, limit: int, fraction: int
+    x: Tensor,
+    scale: Tensor,
+    payload: Tensor,
+    stream: Stream,
+    limit: int,
+    fraction: int,
+    shift: int,
 ) -> None:
     """Round x under the one given scale."""
     data, n, ns, out = array(x), x.numel(), array(scale), array(payload)
-    settings = (f32(limit), fraction, u32(stream.k0), u32(stream.k1))
+    settings = (f32(limit), fraction, u32(stream.k0), u32(stream.k1), u32(shift))
     overflow = split(lambda a, b: _quantize(data, n, ns, out, *settings, a, b), groups(n), GROUP)
     if any(overflow):
         scale.fill_(torch.nan)
 
 
-def dequantize_wide(
-    payload: Tensor, scale: Tensor, out: Tensor, unit: float, weight: float, add: bool
-) -> None:
-    """Decode, times weight, into or onto out."""
+def dequantize_wide(payload: Tensor, scale: Tensor, out: Tensor, *settings: Any) -> None:
+    """Decode into or onto out; the settings are those of `_dequantize`."""
     codes, n, ns, target = array(payload), out.numel(), array(scale), array(out)
-    worth = (f32(unit), f32(weight), f32(torch.finfo(out.dtype).max), add)
-    split(lambda a, b: _dequantize(codes, n, ns, target, *worth, a, b), groups(n), GROUP)
+    split(lambda a, b: _dequantize(codes, n, ns, target, *settings, a, b), groups(n), GROUP)
 
 
 @kernel
@@ -56,6 +62,7 @@ def _quantize(
     fraction: int,
     k0: np.uint32,
     k1: np.uint32,
+    shift: np.uint32,
     first: int,
     last: int,
 ) -> bool:
@@ -67,11 +74,27 @@ def _quantize(
         e = g * GROUP
         overflow |= fixed_point(x, n, scale, 0, limit, e, y)
         for j in range(min(GROUP, n - e)):
-            h = mix(u32((e >> 1) + (j & 63)), k0, k1)
-            r = i32((h & u32(0xFFFF)) if j < 64 else (h >> u32(16))) >> i32(16 - fraction)
+            r = i32(_draw(e, j, fraction, k0, k1, (u32(1), shift)))
             t = i32(bits_of(f32(load(y, j) + ROUND)) - i32(ROUND_BITS))
             store(out, e + j, sar(i32(t + r), i32(fraction)))
     return overflow
+
+
+@kernel
+def _draw(
+    e: int,
+    j: int,
+    fraction: int,
+    k0: np.uint32,
+    k1: np.uint32,
+    strata: tuple[np.uint32, np.uint32] | None,
+) -> np.uint32:
+    """(workers·r + shift) mod 2^F of element j of the group that starts at e."""
+    h = mix(u32((e >> 1) + (j & 63)), k0, k1)
+    r = shr(u32(h & u32(0xFFFF)) if j < 64 else u32(h >> u32(16)), u32(16 - fraction))
+    if strata is not None:
+        r = u32(u32(u32(r * strata[0]) + strata[1]) & u32((1 << fraction) - 1))
+    return r
 
 
 @kernel
@@ -80,6 +103,12 @@ def _dequantize(
     n: int,
     scale: np.ndarray,
     out: np.ndarray,
+    fraction: int,
+    subtract: bool,
+    centre: int,
+    k0: np.uint32,
+    k1: np.uint32,
+    strata: tuple[np.uint32, np.uint32] | None,
     unit: np.float32,
     weight: np.float32,
     bound: np.float32,
@@ -94,6 +123,10 @@ def _dequantize(
         e = g * GROUP
         count = min(GROUP, n - e)
         for j in range(count):
-            store(y, j, f32(load(data, e + j)))
+            q = np.int64(load(data, e + j))
+            if subtract:  # a sum of many workers needs more than 32 bits here
+                r = np.int64(_draw(e, j, fraction, k0, k1, strata))
+                q = np.int64((q << np.int64(fraction + 1)) - (r << np.int64(1)) + centre)
+            store(y, j, f32(q))
         per_element(y, scale, 0, e, count, unit, weight, bound)
         emit(y, out, e, count, add)

@@ -16,9 +16,11 @@ from laconic.kernels._reference.rotate import (
     rotate_quantize,
 )
 from laconic.kernels._reference.select import largest_entries
+from laconic.kernels._reference.sums import add_codes, read_sums
 
 __all__ = [
     "accumulate",
+    "add_codes",
     "decode_integers",
     "dequantize",
     "dequantize_rotate",
@@ -33,6 +35,7 @@ __all__ = [
     "nested_dequantize",
     "nested_quantize",
     "quantize",
+    "read_sums",
     "rotate_back",
     "rotate_into",
     "rotate_quantize",

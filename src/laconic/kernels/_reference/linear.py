@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from laconic._key import Stream
-from laconic.kernels._layout import GROUP, LIFT, TINY, ScaleKind, code_offset, fraction_bits, groups
+from laconic.kernels._layout import (
+    GROUP,
+    LIFT,
+    TINY,
+    ScaleKind,
+    code_offset,
+    dither_centre,
+    fraction_bits,
+    groups,
+)
 from laconic.kernels._reference.pack import pack, unpack
 from laconic.kernels._reference.random import dither
 
@@ -38,13 +47,17 @@ def quantize(
     levels: int,
     bits: int,
     kind: ScaleKind,
+    shift: int = 0,
 ) -> None:
-    """Round x to the lattice scale/levels·Z with stochastic rounding; pack into `payload`."""
+    """Round x to the lattice scale/levels·Z with stochastic rounding; pack into `payload`.
+
+    `shift` moves the draws, in 2^-F of a level: a worker's stratum.
+    """
     if kind is not ScaleKind.GIVEN:
         scales(x, scale, block=block, kind=kind)
     fraction = fraction_bits(levels)
     t, overflow = fixed_point(x, scale, block, levels << fraction)
-    q = (t + dither(stream, groups(x.numel()), fraction, x.device)) >> fraction
+    q = (t + dither(stream, groups(x.numel()), fraction, x.device, shift=shift)) >> fraction
     if bits == 32:
         payload.copy_(q.view(-1)[: x.numel()])
     else:
@@ -65,11 +78,16 @@ def dequantize(
     offset: int,
     weight: float,
     add: bool,
+    shift: int = 0,
+    workers: int = 1,
 ) -> None:
-    """Decode, times `weight`, into or onto `out`. With a stream, subtract its dither."""
+    """Decode, times `weight`, into or onto `out`. With a stream, subtract its dither.
+
+    That is moved by `shift`, as when encoded; or the sum of the strata of so many `workers`.
+    """
     count = groups(out.numel())
     if bits == 32:
-        q = grouped(payload)
+        q = grouped(payload).to(torch.int64)  # a sum of many workers, shifted, needs them
     else:
         # sums of 8-bit codes come without padding
         padded = torch.nn.functional.pad(payload, (0, count * 16 * bits - payload.numel()))
@@ -77,8 +95,8 @@ def dequantize(
     divisor = levels
     if stream is not None:
         fraction = fraction_bits(levels)
-        r = dither(stream, count, fraction, out.device)
-        q = (q << (fraction + 1)) - (2 * r + 1) + (1 << fraction)
+        r = dither(stream, count, fraction, out.device, shift=shift, workers=workers)
+        q = (q << (fraction + 1)) - 2 * r + dither_centre(workers, fraction)
         divisor = levels << (fraction + 1)
     store(q, scale, out, block=block, unit=1.0 / divisor, weight=weight, add=add)
 

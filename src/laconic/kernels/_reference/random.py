@@ -22,7 +22,16 @@ def draws(stream: Stream, count: int, device: torch.device) -> Tensor:
     return h ^ (h >> 16)
 
 
-def dither(stream: Stream, groups: int, fraction: int, device: torch.device) -> Tensor:
-    """r of every element, shape (groups, 128): the top `fraction` bits of its 16."""
+def dither(
+    stream: Stream,
+    groups: int,
+    fraction: int,
+    device: torch.device,
+    *,
+    shift: int = 0,
+    workers: int = 1,
+) -> Tensor:
+    """(workers·r + shift) mod 2^F, r the top F bits of an element's 16; shape (groups, 128)."""
     h = draws(stream, groups * GROUP // 2, device).view(groups, GROUP // 2)
-    return torch.cat([h & 0xFFFF, h >> 16], dim=1) >> (16 - fraction)
+    r = torch.cat([h & 0xFFFF, h >> 16], dim=1) >> (16 - fraction)
+    return (workers * r + shift) & ((1 << fraction) - 1)

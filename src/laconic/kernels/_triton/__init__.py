@@ -18,9 +18,11 @@ from laconic.kernels._triton.rotate import (
     rotate_quantize,
 )
 from laconic.kernels._triton.steps import ecdq_steps
+from laconic.kernels._triton.sums import add_codes, read_sums
 
 __all__ = [
     "accumulate",
+    "add_codes",
     "decode_integers",
     "dequantize",
     "dequantize_rotate",
@@ -35,6 +37,7 @@ __all__ = [
     "nested_dequantize",
     "nested_quantize",
     "quantize",
+    "read_sums",
     "rotate_back",
     "rotate_into",
     "rotate_quantize",

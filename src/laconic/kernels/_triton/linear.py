@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic._key import Stream
-from laconic.kernels._layout import ScaleKind, code_offset, fraction_bits
+from laconic.kernels._layout import ScaleKind, code_offset, dither_centre, fraction_bits
 from laconic.kernels._triton.scale import (
     clamped,
     emit2,
@@ -30,6 +30,7 @@ from laconic.kernels._triton.tile import (
     pack2,
     programs,
     shape,
+    strata2,
     tile_start,
     unpack2,
     words,
@@ -66,6 +67,7 @@ def quantize(
     levels: int,
     bits: int,
     kind: ScaleKind,
+    shift: int = 0,
 ) -> None:
     """See the reference."""
     tile = shape(block)
@@ -79,6 +81,7 @@ def quantize(
         payload,
         x.numel(),
         *words(stream),
+        shift,
         BLOCK=block,
         KIND=int(kind) if fused else 0,
         LIMIT=levels << fraction,
@@ -110,6 +113,8 @@ def dequantize(
     offset: int,
     weight: float,
     add: bool,
+    shift: int = 0,
+    workers: int = 1,
 ) -> None:
     """See the reference."""
     fraction = fraction_bits(levels)
@@ -124,6 +129,9 @@ def dequantize(
         weight,
         torch.finfo(out.dtype).max,
         offset,
+        workers % (1 << fraction),
+        shift,
+        dither_centre(workers, fraction),
         BLOCK=block,
         FRACTION=fraction,
         BITS=bits,
@@ -193,7 +201,7 @@ def _code(y, r, FRACTION: tl.constexpr, OFFSET: tl.constexpr):
     return ((rint_bits(y) + r) >> FRACTION) + (OFFSET - (0x4B400000 >> FRACTION))
 
 
-@triton.jit(do_not_specialize=["k0", "k1"])
+@triton.jit(do_not_specialize=["k0", "k1", "shift"])
 def _quantize(
     x,
     scale,
@@ -201,6 +209,7 @@ def _quantize(
     n,
     k0,
     k1,
+    shift,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -222,6 +231,7 @@ def _quantize(
         left,
         k0,
         k1,
+        shift,
         BLOCK,
         KIND,
         LIMIT,
@@ -243,6 +253,7 @@ def quantize_tile(
     left,
     k0,
     k1,
+    shift,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -268,6 +279,7 @@ def quantize_tile(
         size = scale_of(scale, base, e, left, BLOCK, ROWS, W)
         other = scale_of(scale, base, e + 64, left, BLOCK, ROWS, W)
     r, s = dither2(base, group, lane, k0, k1, FRACTION)
+    r, s = strata2(r, s, 1, shift, FRACTION)
     y, z = scaled2(a, b, size, other, LIMIT * 1.0)
     if KIND == 0:
         beyond = (magnitude(a) > magnitude(size)) | (magnitude(b) > magnitude(other))
@@ -285,7 +297,7 @@ def quantize_tile(
         pack2(payload, base, group, lane, left, c, d, BITS, ROWS, W)
 
 
-@triton.jit(do_not_specialize=["k0", "k1", "offset"])
+@triton.jit(do_not_specialize=["k0", "k1", "offset", "shift", "centre"])
 def _dequantize(
     payload,
     scale,
@@ -297,6 +309,9 @@ def _dequantize(
     weight,
     bound,
     offset,
+    workers,
+    shift,
+    centre,
     BLOCK: tl.constexpr,
     FRACTION: tl.constexpr,
     BITS: tl.constexpr,
@@ -318,6 +333,9 @@ def _dequantize(
         weight,
         bound,
         offset,
+        workers,
+        shift,
+        centre,
         BLOCK,
         FRACTION,
         BITS,
@@ -340,6 +358,9 @@ def dequantize_tile(
     weight,
     bound,
     offset,
+    workers,
+    shift,
+    centre,
     BLOCK: tl.constexpr,
     FRACTION: tl.constexpr,
     BITS: tl.constexpr,
@@ -358,8 +379,11 @@ def dequantize_tile(
         c, d = c - offset, d - offset
     if SUBTRACT:
         r, s = dither2(base, group, lane, k0, k1, FRACTION)
-        c = (c << (FRACTION + 1)) - 2 * r + ((1 << FRACTION) - 1)
-        d = (d << (FRACTION + 1)) - 2 * s + ((1 << FRACTION) - 1)
+        r, s = strata2(r, s, workers, shift, FRACTION)
+        if BITS == 32:  # a sum of many workers needs more than 32 bits here
+            c, d = c.to(tl.int64), d.to(tl.int64)
+        c = (c << (FRACTION + 1)) - 2 * r + centre
+        d = (d << (FRACTION + 1)) - 2 * s + centre
     size = scale_of(scale, base, e, left, BLOCK, ROWS, W)
     other = scale_of(scale, base, e + 64, left, BLOCK, ROWS, W)
     v = (c.to(tl.float32) * step(size, unit, weight)) * lower_of(size)

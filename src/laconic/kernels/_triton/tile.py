@@ -82,6 +82,13 @@ def dither2(base, group, lane, k0, k1, FRACTION: tl.constexpr):
 
 
 @triton.jit
+def strata2(r, s, workers, shift, FRACTION: tl.constexpr):
+    """(workers·r + shift) mod 2^F, and of s."""
+    RING: tl.constexpr = (1 << FRACTION) - 1
+    return (workers * r + shift) & RING, (workers * s + shift) & RING
+
+
+@triton.jit
 def pack2(
     ptr, base, group, lane, left, c, d, BITS: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr
 ):

@@ -1,0 +1,177 @@
+"""A ring of our own: integer sums that are as wide as they must be, hop by hop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from laconic.codecs import Codec
+from laconic.errors import ConfigError
+from laconic.exchanges._base import Call, Exchange
+from laconic.exchanges._point_to_point import Flight, fly
+from laconic.exchanges._transport import gather_numbers
+from laconic.exchanges._wires import chunks_of
+from laconic.kernels import backend
+from laconic.kernels._layout import packed_bytes
+
+_GRAIN = 1 << 14  # values: messages of shorter pieces would cost more than they hide
+_MOST_PIECES = 64
+_MOST_BITS = 31  # of a sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring(Exchange):
+    """`ring`: `global` with all the levels of one gradient, whatever the number of ranks.
+
+        q_i = floor(x_i/Δ + r_i),  Δ = N/s,  s = 2^(b-1) - 1 or levels=      mean = Δ·Σ_i q_i / n
+
+    1. Local norms to all, as plain numbers with the values that are not encoded: the shared N.
+    2. Chunk j starts at rank j + 1 and goes around. Each rank adds its own integers; the sum of
+       k ranks lies in -k·s .. k·s and travels at w_k = bit_length(2·k·s) bits. Rank j ends the sum.
+    3. The sum of n goes around once more, at w_n bits, and all ranks decode the same integers.
+
+    Bytes a rank sends: (d/n)·(w_1 + .. + w_{n-1} + (n-1)·w_n)/8. At n = 4 and 4 bits that is
+    4 + 5 + 6 out and 3·6 back: 8.25 bits a value with s = 7, where allreduce sends 6 with s = 1 and
+    at 8 bits 12 with s = 31. With the same levels a ring never sends more than allreduce.
+    The error is that of `global` with s = levels_for(1): E‖mean^ - mean‖² ≤ (θ/n)·Σ‖x_i‖².
+
+    A chunk travels in up to `pieces` messages. While some are on the wire the one that came last is
+    quantized, added and packed, or decoded. All sizes are known: nothing waits for a length.
+
+    Xin et al., Global-QSGD, 2025, arXiv 2305.18627, section 4; the widening sums are ours.
+    """
+
+    name: ClassVar[str] = "ring"
+
+    pieces: int = 4
+
+    def __post_init__(self) -> None:
+        if type(self.pieces) is not int or not 1 <= self.pieces <= _MOST_PIECES:
+            raise ConfigError(
+                f"ring: pieces must be an integer from 1 to {_MOST_PIECES}, not {self.pieces!r}"
+            )
+
+    def check(self, codec: Codec) -> None:
+        plain = codec.name == "global" and codec.summable
+        if not plain or getattr(codec, "subtract", False):
+            raise ConfigError(
+                f"a ring adds plain integers under one scale, which {codec} does not make; use "
+                f"'{codec}@{'allreduce' if codec.summable else 'scatter-reduce'}', or "
+                "'global:bits=4@ring' (bits 4, 8 or 32, without coder= and subtract=)"
+            )
+
+    def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
+        own: Any = codec  # with local_norm, global_norm and levels_for
+        norm = own.global_norm(gather_numbers(own.local_norm(x), call, rest))
+        _Round(x, own, norm, call, self.pieces).run()
+
+    def __str__(self) -> str:
+        """With its pieces: ranks that compare texts must agree on them."""
+        return self.name if self == Ring() else f"{self.name}:pieces={self.pieces}"
+
+
+def sum_bits(levels: int, workers: int) -> int:
+    """w_k: the width of a sum of `workers` integers from -levels to levels."""
+    return (2 * workers * levels).bit_length()
+
+
+class _Round:
+    """One exchange. In hop h = 0 .. 2n-3 this rank sends chunk rank-1-h and receives rank-2-h."""
+
+    def __init__(self, x: Tensor, codec: Any, norm: Tensor, call: Call, pieces: int) -> None:
+        self.codec, self.norm, self.call, self.pieces = codec, norm, call, pieces
+        self.levels = codec.levels_for(1)
+        self.widths = [sum_bits(self.levels, k) for k in range(call.size + 1)]
+        if self.widths[-1] > _MOST_BITS:
+            raise ConfigError(
+                f"a sum of {call.size} workers at {self.levels} levels takes {self.widths[-1]} "
+                f"bits, and a ring has {_MOST_BITS}: give global fewer levels="
+            )
+        self.parts = [chunks_of(chunk, pieces, _GRAIN) for chunk in chunks_of(x, call.size)]
+        self.longest = max(part.numel() for part in self.parts[0])  # no chunk exceeds the first
+        self.device = x.device
+        self.kernels = backend(x.device)
+
+    def run(self) -> None:
+        """Work on piece p of a hop while the pieces behind it travel."""
+        n, rank, pieces = self.call.size, self.call.rank, range(self.pieces)
+        first = (self._added((rank - 1) % n, p, None, 1) for p in pieces)
+        if n == 1:
+            for p, sums in enumerate(first):
+                self._decode(0, p, sums)
+            return
+        flying = [self._start(0, p, sums) for p, sums in enumerate(first)]
+        last = 2 * n - 3
+        for hop in range(last + 1):
+            chunk, workers = (rank - 2 - hop) % n, hop + 2
+            for p in pieces:
+                sums = flying[p].wait(self.call)
+                if workers <= n:
+                    sums = self._added(chunk, p, sums, workers)
+                if hop < last:
+                    flying[p] = self._start(hop + 1, p, sums)
+                if workers >= n:
+                    self._decode(chunk, p, sums)
+
+    def _added(self, chunk: int, p: int, sums: Tensor | None, workers: int) -> Tensor:
+        """The sum of so many workers: own integers on top of what arrived, packed.
+
+        Its buffer is free again: the wait for a piece is also one for what was sent from there.
+        """
+        part = self.parts[chunk][p]
+        out = self._buffer(f"sum {p}", part.numel(), workers)
+        if part.numel():
+            size = self.codec.nbytes(self.longest, part.dtype)
+            room = self.call.scratch.take("ring codes", size, self.device, torch.uint8)
+            key = self.call.key(self.call.rank, chunk * self.pieces + p)
+            own = self.codec.encode(part, key, norm=self.norm, workers=1, out=room)
+            self.kernels.add_codes(
+                own.payload,
+                sums,
+                out,
+                numel=part.numel(),
+                levels=self.levels,
+                bits=self.codec.bits,
+                width=self.widths[workers - 1],
+                wider=self.widths[workers],
+            )
+        return out
+
+    def _decode(self, chunk: int, p: int, sums: Tensor) -> None:
+        """x = Δ·Σq/n."""
+        part, n = self.parts[chunk][p], self.call.size
+        if not part.numel():
+            return
+        q = self.call.scratch.take("ring integers", self.longest, self.device, torch.int32)
+        q = q[: part.numel()]
+        self.kernels.read_sums(sums, q, width=self.widths[n], offset=n * self.levels)
+        self.kernels.dequantize(
+            q,
+            self.norm,
+            part,
+            stream=None,
+            block=0,
+            levels=self.levels,
+            bits=32,
+            offset=0,
+            weight=1 / n,
+            add=False,
+        )
+
+    def _start(self, hop: int, p: int, sums: Tensor) -> Flight:
+        """Send a piece on, and wait for nothing."""
+        n, rank = self.call.size, self.call.rank
+        coming = self.parts[(rank - 2 - hop) % n][p].numel()
+        # what arrived in the hop before may still be on its way from the other buffer
+        room = self._buffer(f"arriving {hop % 2} {p}", coming, min(hop + 1, n))
+        name = f"ring {hop % 2} {p}"
+        return fly(sums, (rank + 1) % n, room, (rank - 1) % n, name, self.call)
+
+    def _buffer(self, name: str, numel: int, workers: int) -> Tensor:
+        """Room for a sum of so many workers; taken at its largest, so that it is made once."""
+        most = packed_bytes(self.longest, self.widths[-1])
+        room = self.call.scratch.take(f"ring {name}", most, self.device, torch.uint8)
+        return room[: packed_bytes(numel, self.widths[workers])]

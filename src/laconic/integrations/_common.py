@@ -1,0 +1,56 @@
+"""What all integrations share: what they tell, and the process group that they talk on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What one rank has done so far."""
+
+    steps: int
+    sent_bytes: int
+    plain_bytes: int  # what would have been sent without us, in a ring
+    exchange_seconds: float  # in the communication thread: codec, copies and wire
+    wire_seconds: float  # of these, in collectives, waiting for other ranks included
+    local_bytes: int = 0  # inside nodes, where the exchange knows them; not in sent_bytes
+    kappa: float | None = None  # ‖mean‖²/‖own gradient‖², where a budget made it worth measuring
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes."""
+        return self.plain_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+
+class Handle(Protocol):
+    """What `lc.compress` returns, whatever the model."""
+
+    def stats(self) -> Stats:
+        """Bytes and times so far."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved, on every rank, to go on exactly."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state_dict."""
+        ...
+
+
+def own_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
+    """A group of the same ranks for us alone: the model's own collectives run in another thread."""
+    timeout = timedelta(seconds=timeout_s)
+    if group is None or group is dist.group.WORLD:
+        made = dist.new_group(timeout=timeout)
+    else:
+        ranks = dist.get_process_group_ranks(group)
+        made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made

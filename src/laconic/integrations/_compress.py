@@ -1,0 +1,58 @@
+"""One line for every kind of data-parallel model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.codecs import Codec
+from laconic.errors import ConfigError
+from laconic.exchanges import Exchange
+from laconic.integrations._common import Handle
+from laconic.integrations._ddp import compress_ddp
+from laconic.integrations._fsdp import compress_fsdp, is_fsdp
+from laconic.integrations._policy import Chooser
+
+
+def compress(
+    model: nn.Module,
+    spec: str | Codec,
+    *,
+    exchange: str | Exchange | None = None,
+    policy: Chooser | None = None,
+    warmup_steps: int = 0,
+    seed: int = 0,
+    timeout_s: float | None = None,
+    weights: str | Codec | None = None,
+    between: str | None = None,
+) -> Handle:
+    """Let a model's gradients travel encoded; call it on all ranks, before the first step.
+
+    `model` is a DistributedDataParallel one, or one that `fully_shard` (FSDP2) was called on.
+    `spec` names codec and, behind an @, the exchange ("dqsg:bits=4", "global:bits=8@allreduce").
+    `policy(name, parameter)` says what to compress, `warmup_steps` how many steps stay plain.
+    For DDP, `timeout_s` (300) ends the wait for a lost peer. For FSDP2, `weights` names a codec for
+    gathered parameters, and on a 2-D mesh `between` is "replicas", "shards" or "both".
+    """
+    common: dict[str, Any] = {
+        "exchange": exchange,
+        "policy": policy,
+        "warmup_steps": warmup_steps,
+        "seed": seed,
+    }
+    if isinstance(model, DistributedDataParallel):
+        if weights is not None or between is not None:
+            raise ConfigError("weights= and between= are for FSDP2: DDP sends gradients only")
+        return compress_ddp(model, spec, timeout_s=timeout_s or 300.0, **common)
+    if is_fsdp(model):
+        if timeout_s is not None:
+            raise ConfigError(
+                "FSDP2 talks on its own process groups: give init_process_group a timeout"
+            )
+        return compress_fsdp(model, spec, weights=weights, between=between, **common)
+    raise ConfigError(
+        "compress takes a DistributedDataParallel model, or one that fully_shard was called on, "
+        f"not {type(model).__name__}"
+    )

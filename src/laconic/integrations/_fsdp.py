@@ -1,0 +1,271 @@
+"""One line in an FSDP2 script: gradients, and weights if asked, travel encoded."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from laconic._version import __version__
+from laconic.codecs import Codec, codec
+from laconic.errors import ConfigError
+from laconic.exchanges import Exchange, ScatterReduce, pair
+from laconic.integrations._agree import agree
+from laconic.integrations._common import Stats
+from laconic.integrations._fsdp_comms import AllGather, ReduceScatter, Replicas
+from laconic.integrations._fsdp_unit import Run, Unit, groups_of, piece_of, unit_of
+from laconic.integrations._policy import Choice, Chooser, Policy
+
+_BETWEEN = ("shards", "replicas", "both")
+
+
+def is_fsdp(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on the model or a part of it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
+    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in model.modules())
+
+
+def compress_fsdp(
+    model: nn.Module,
+    spec: str | Codec,
+    *,
+    exchange: str | Exchange | None = None,
+    policy: Chooser | None = None,
+    warmup_steps: int = 0,
+    seed: int = 0,
+    weights: str | Codec | None = None,
+    between: str | None = None,
+) -> FSDPHandle:
+    """Let the gradients of a `fully_shard`ed model travel encoded; call it on all ranks.
+
+    Before the first step, and after the last `fully_shard`. `weights` names a codec for gathered
+    parameters, too. `between` says, on a 2-D mesh (HSDP), which gradients are encoded: between
+    "replicas" (the default: nodes, usually), "shards" or "both". An exchange is chosen between
+    replicas only. Messages travel in FSDP's own process groups, whose time-out counts.
+    """
+    return FSDPHandle(
+        model,
+        spec,
+        exchange=exchange,
+        policy=policy,
+        warmup_steps=warmup_steps,
+        seed=seed,
+        weights=weights,
+        between=between,
+    )
+
+
+class FSDPHandle:
+    """What the collectives of a sharded model know and remember; `lc.compress` makes one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: str | Codec,
+        *,
+        exchange: str | Exchange | None = None,
+        policy: Chooser | None = None,
+        warmup_steps: int = 0,
+        seed: int = 0,
+        weights: str | Codec | None = None,
+        between: str | None = None,
+    ) -> None:
+        _check_torch(model)
+        if not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise ConfigError(f"warmup_steps must be an integer from 0, not {warmup_steps!r}")
+        self.codec, self.exchange = pair(spec, exchange)
+        self._pairs = {"": (self.codec, self.exchange)}  # by the text that a policy gave
+        self._named = exchange is not None or _names_exchange(spec)
+        self.weights = None if weights is None else _weights_codec(weights)
+        self._run = Run(seed=seed, warmup_steps=warmup_steps)
+        self._lines: list[str] = []
+        self._units = list(self._found(model, policy or Policy()))
+        self.between = self._stages(between)
+        share = 0.5 if self.between == "both" else 1.0
+        self._inside = {
+            text: codec(str(own)).at_share(share) for text, (own, _) in self._pairs.items()
+        }
+        self._across = {
+            text: (own.at_share(share), way) for text, (own, way) in self._pairs.items()
+        }
+        self._agree()
+        for unit in self._units:
+            self._install(unit)
+
+    def stats(self) -> Stats:
+        """Bytes and times so far, of what is encoded: gradients, and weights if asked."""
+        return Stats(
+            steps=max((max(unit.reductions, unit.means) for unit in self._units), default=0),
+            sent_bytes=self._run.traffic.sent_bytes,
+            plain_bytes=self._run.plain_bytes,
+            exchange_seconds=self._run.exchange_seconds,
+            wire_seconds=self._run.traffic.wire_seconds,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved, on every rank, to go on exactly: counters, and codecs' memories."""
+        return {
+            "codec": str(self.codec),
+            "steps": {unit.name: [unit.reductions, unit.means] for unit in self._units},
+            "memory": {name: own.state_dict() for name, own in self._remembering()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state_dict. Modules that it does not know start where no key was used."""
+        if state["codec"] != str(self.codec):
+            raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
+        steps = state["steps"]
+        latest = [max((pair[i] for pair in steps.values()), default=0) for i in range(2)]
+        for unit in self._units:
+            unit.reductions, unit.means = map(int, steps.get(unit.name, latest))
+        for name, own in self._remembering():
+            own.load_state_dict(state["memory"][name])
+
+    def _remembering(self) -> Iterator[tuple[str, Any]]:
+        for text, own in self._inside.items():
+            if own.remembers:
+                yield f"shards {text}", own
+                yield f"replicas {text}", self._across[text][0]
+
+    def _found(self, model: nn.Module, policy: Chooser) -> Iterator[Unit]:
+        """The sharded modules, and what the policy says about their parameters."""
+        names = {id(part): name for name, part in model.named_modules()}
+        every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        number = {name: i for i, name in enumerate(every)}
+        for name, group in groups_of(model):
+            _check_new(group)
+            pieces = []
+            for param in group.fsdp_params:
+                info = param._module_info
+                path = ".".join(filter(None, (names[id(info.module)], info.param_name)))
+                text = self._text(policy(path, param.sharded_param))
+                pieces.append(piece_of(param, number[path], text))
+                told = f"{tuple(param.sharded_param.shape)} {param.sharded_param.dtype}"
+                said = "plain" if text is None else text or "encoded"
+                self._lines.append(f"{path} of {name or 'root'} {told} {said}")
+            yield unit_of(name, group, tuple(pieces), self._run)
+
+    def _text(self, choice: Choice) -> str | None:
+        """The key of a pair for a policy's answer; None for values that travel as they are."""
+        if isinstance(choice, bool) or choice == "none":
+            return "" if choice is True else None
+        text = str(choice)
+        if text not in self._pairs:
+            self._pairs[text] = pair(choice)
+            self._named |= _names_exchange(choice)
+        return text
+
+    def _stages(self, between: str | None) -> str:
+        """Which gradients are encoded."""
+        hybrid = any(unit.replicas > 1 for unit in self._units)
+        if between not in (None, *_BETWEEN):
+            raise ConfigError(f"between= is one of {', '.join(_BETWEEN)}, not {between!r}")
+        if between in ("replicas", "both") and not hybrid:
+            raise ConfigError(
+                f"between={between!r} needs replicas: shard on a 2-D mesh, (replicate, shard)"
+            )
+        stages = between or ("replicas" if hybrid else "shards")
+        if stages != "replicas":
+            for own, _ in self._pairs.values():
+                ScatterReduce().check(own)
+        if stages == "shards" and self._named:
+            raise ConfigError(
+                "FSDP reduce-scatters gradients, so there is no exchange to choose: leave exchange="
+                " and the text behind @ out; they count between replicas (HSDP) only"
+            )
+        return stages
+
+    def _agree(self) -> None:
+        """Compare settings in every mesh of the model."""
+        settings = {
+            "laconic": __version__,
+            "codec": str(self.codec),
+            "exchange": str(self.exchange),
+            "weights": str(self.weights),
+            "between": self.between,
+            "warmup_steps": str(self._run.warmup_steps),
+            "seed": str(self._run.seed),
+            "parameters": "\n".join(self._lines),
+        }
+        meshes = {unit.ranks: unit.group for unit in self._units}
+        for group in meshes.values():
+            _agree_in(group, settings)
+
+    def _install(self, unit: Unit) -> None:
+        """Replace the collectives of one module."""
+        group, module = unit.group, unit.group.modules[0]
+        if unit.replicas > 1 and self.between != "shards":
+            info = copy.copy(group.mesh_info)  # torch may share it
+            own = info.replicate_process_group
+            for _, way in self._across.values():
+                way.prepare(own)
+            info.replicate_process_group = Replicas(unit, self._across, own)
+            group.mesh_info = info
+        if unit.shards == 1:
+            return
+        if self.between != "replicas" or unit.replicas == 1:
+            plain = group._reduce_scatter_comm
+            module.set_custom_reduce_scatter(ReduceScatter(unit, self._inside, plain))
+        if self.weights is not None:
+            plain = group._all_gather_comm
+            module.set_custom_all_gather(AllGather(unit, self.weights, plain))
+
+
+def _check_torch(model: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule  # half a second that DDP need not pay
+
+    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        raise ConfigError(
+            "FSDP2's collectives can be replaced from torch 2.9 on; this is torch "
+            f"{torch.__version__}: update it, or use DistributedDataParallel"
+        )
+    if not is_fsdp(model):
+        raise ConfigError(
+            f"nothing in this {type(model).__name__} is sharded: call fully_shard on its blocks "
+            "and on itself first (torch.distributed.fsdp)"
+        )
+
+
+def _agree_in(group: Any, settings: dict[str, str]) -> None:
+    """Compare inside shard groups, then between replicas, where a problem inside one is news.
+
+    So all ranks of a mesh raise if any differ. In FSDP's own groups: one more group for this alone
+    would be one more communicator, and a group's name cannot be used again after destroying it.
+    """
+    shards = getattr(group.mesh_info, "shard_process_group", None)
+    replicas = getattr(group.mesh_info, "replicate_process_group", None)
+    problem = None
+    try:
+        if shards is not None:
+            agree(settings, shards, group.device)
+    except ConfigError as found:
+        problem = found
+    if replicas is not None:
+        agree({**settings, "shard group": str(problem or "agrees")}, replicas, group.device)
+    if problem is not None:
+        raise problem
+
+
+def _check_new(group: Any) -> None:
+    between = getattr(group.mesh_info, "replicate_process_group", None)
+    if isinstance(group._reduce_scatter_comm, ReduceScatter) or isinstance(between, Replicas):
+        raise ConfigError("this model is compressed already: call compress once")
+
+
+def _names_exchange(spec: str | Codec) -> bool:
+    return isinstance(spec, str) and "@" in spec
+
+
+def _weights_codec(spec: str | Codec) -> Codec:
+    own = codec(spec)
+    ScatterReduce().check(own)
+    if own.remembers:
+        raise ConfigError(
+            f"weights= takes a codec without memory, not {own}: what is lost of a weight is not "
+            "lost, because the exact one stays with its owner"
+        )
+    return own

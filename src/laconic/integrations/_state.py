@@ -1,0 +1,190 @@
+"""What the DDP hook knows and remembers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from laconic._version import __version__
+from laconic.codecs import Codec, Place
+from laconic.codecs._memory import Scratch
+from laconic.errors import ConfigError
+from laconic.exchanges import Exchange, Traffic, pair
+from laconic.integrations._agree import agree
+from laconic.integrations._common import Stats, own_group
+from laconic.integrations._kappa import Kappa
+from laconic.integrations._policy import Choice, Chooser, Policy
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter inside a bucket."""
+
+    number: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """The pieces of a bucket that travel under one codec."""
+
+    codec: Codec
+    exchange: Exchange
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The pieces, for codecs with a step or a memory for each."""
+        return tuple(
+            Place(parameter=piece.number, start=0, numel=piece.numel, total=piece.numel)
+            for piece in self.pieces
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a bucket is made of: encoded loads, and values that travel as they are."""
+
+    loads: tuple[Load, ...]
+    plain: tuple[Piece, ...]
+
+
+class HookState:
+    """What the hook needs to know, and what it remembers; `lc.compress` makes and registers one.
+
+    Make it on all ranks of the group at once: they compare settings, and end together if those
+    differ. For Lightning and Accelerate, which register hooks themselves:
+    `HookState(model, "ecdq:error=0.08")` and `lc.comm_hook`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: str | Codec,
+        *,
+        exchange: str | Exchange | None = None,
+        policy: Chooser | None = None,
+        warmup_steps: int = 0,
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.codec, self.exchange = pair(spec, exchange)
+        if not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise ConfigError(f"warmup_steps must be an integer from 0, not {warmup_steps!r}")
+        if not dist.is_initialized():
+            raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
+        self.warmup_steps, self.seed, self.step = warmup_steps, seed, 0
+        self.traffic, self.scratch, self.kappa = Traffic(), Scratch(), Kappa()
+        self.known: set[Hashable] = set()
+        self.plain_bytes, self.exchange_seconds = 0, 0.0
+        self._pairs = {"": (self.codec, self.exchange)}  # by the text that a policy gave
+        self._parameters: dict[int, tuple[int, str | None]] = {}  # number, and text if encoded
+        self._plans: dict[tuple[int, ...], Plan] = {}
+        self.turns: dict[int, int] = {}  # of parameters that come one by one
+        layout = self._choose(module, policy or Policy())
+        self.group = own_group(group, timeout_s)
+        settings = {
+            "laconic": __version__,
+            "codec": str(self.codec),
+            "exchange": str(self.exchange),
+            "warmup_steps": str(warmup_steps),
+            "seed": str(seed),
+            "parameters": "\n".join(layout),
+        }
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        agree(settings, self.group, device)
+        for _, way in self._pairs.values():
+            way.prepare(self.group)
+
+    def _choose(self, module: nn.Module, policy: Chooser) -> list[str]:
+        """Ask the policy about every parameter; a line for each, to be compared between ranks."""
+        lines = []
+        for number, (name, parameter) in enumerate(module.named_parameters()):
+            text = self._text(policy(name, parameter)) if parameter.requires_grad else None
+            self._parameters[id(parameter)] = number, text
+            said = "plain" if text is None else text or "encoded"
+            lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} {said}")
+        return lines
+
+    def _text(self, choice: Choice) -> str | None:
+        """The key of a pair for a policy's answer; None for values that travel as they are."""
+        if isinstance(choice, bool) or choice == "none":
+            return "" if choice is True else None
+        text = str(choice)
+        if text not in self._pairs:
+            self._pairs[text] = pair(choice)
+        return text
+
+    @cached_property
+    def thread(self) -> ThreadPoolExecutor:
+        """The one thread that talks: a blocking collective inside a future's callback hangs."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="laconic-hook")
+        weakref.finalize(self, pool.shutdown, wait=False)
+        return pool
+
+    def stats(self) -> Stats:
+        """Bytes and times so far."""
+        return Stats(
+            steps=self.step,
+            sent_bytes=self.traffic.sent_bytes,
+            plain_bytes=self.plain_bytes,
+            exchange_seconds=self.exchange_seconds,
+            wire_seconds=self.traffic.wire_seconds,
+            local_bytes=self.traffic.local_bytes,
+            kappa=self.kappa.mean(),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved, on every rank, to go on exactly: steps, κ, and codecs' memories."""
+        memories = {text: codec.state_dict() for text, codec in self._remembering()}
+        return {
+            "step": self.step,
+            "turns": dict(self.turns),
+            "codec": str(self.codec),
+            "kappa": self.kappa.state_dict(),
+            "memory": memories,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state_dict."""
+        if state["codec"] != str(self.codec):
+            raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
+        self.step, self.turns = int(state["step"]), dict(state["turns"])
+        self.kappa.load_state_dict(state["kappa"])
+        for text, codec in self._remembering():
+            codec.load_state_dict(state["memory"][text])
+
+    def _remembering(self) -> list[tuple[str, Any]]:
+        return [(text, codec) for text, (codec, _) in self._pairs.items() if codec.remembers]
+
+    def plan(self, parameters: Sequence[Tensor]) -> Plan:
+        """What a bucket is made of; known by its parameters, because buckets are rebuilt."""
+        key = tuple(map(id, parameters))
+        if key not in self._plans:
+            self._plans[key] = self._planned(parameters)
+        return self._plans[key]
+
+    def _planned(self, parameters: Sequence[Tensor]) -> Plan:
+        by_text: dict[str | None, list[Piece]] = {}
+        start = 0
+        for parameter in parameters:
+            number, text = self._parameters[id(parameter)]
+            by_text.setdefault(text, []).append(Piece(number, start, parameter.numel()))
+            start += parameter.numel()
+        plain = tuple(by_text.pop(None, []))
+        loads = [
+            Load(*self._pairs[text], tuple(pieces))
+            for text, pieces in by_text.items()
+            if text is not None
+        ]
+        return Plan(tuple(loads), plain)

@@ -1,0 +1,60 @@
+"""Jobs on several real processes: started once, every job's answer checked on its own."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Job = Callable[[int], Any]
+Answers = dict[tuple[int, str], Any]
+
+
+def run(jobs: Sequence[Job], size: int, folder: Path) -> Answers:
+    """job(rank) of every job on every rank, over Gloo; a job that raises fails the caller."""
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    started = [
+        context.Process(target=_worker, args=(rank, size, str(folder / "store"), jobs, results))
+        for rank in range(size)
+    ]
+    for process in started:
+        process.start()
+    answers = {}
+    try:
+        for _ in range(size * len(jobs)):
+            rank, name, value, problem = results.get(timeout=200)
+            assert problem is None, f"rank {rank}, {name}: {problem}"
+            answers[rank, name] = value
+        for process in started:
+            process.join(60)
+            assert process.exitcode == 0
+    finally:
+        for process in started:
+            process.kill()
+    return answers
+
+
+def _worker(rank: int, size: int, store: str, jobs: Sequence[Job], results: Any) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    torch.set_num_threads(1)
+    for job in jobs:
+        try:
+            results.put((rank, job.__name__, job(rank), None))
+        except Exception:
+            results.put((rank, job.__name__, None, traceback.format_exc()))
+            return
+        dist.barrier()
+    dist.destroy_process_group()
