@@ -1,0 +1,194 @@
+"""The error of the mean against the number of ranks, and the bits that it takes each way.
+
+    python -m benchmarks.mean_error [--save] [--values 20]
+
+Every exchange runs as it is, on 2 to 64 ranks that are threads of one process (`_ranks.py`), on
+2^20 Gaussian values a rank: independent ones, half common to all ranks, or the same on all. The
+error is ‖result - mean‖²/‖mean‖². Bits are what a rank sends over (n-1)/n of the values, headers,
+lengths and norms included: out, to whoever adds, and back, the mean to all. Between nodes they are
+those of a node's ranks together, (K-1)/K of the values on K nodes. In rows with κ every rank knows
+how much of its gradient all have in common, ‖mean‖²/‖x‖², as a run would have measured it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import laconic as lc
+from benchmarks._ranks import Rank, Switch, on_all
+from benchmarks._rows import save
+from laconic.exchanges import Call, Exchange, Hierarchical, pair
+from laconic.exchanges._hierarchical import _TEAMS, _Team
+
+RANKS = (2, 4, 8, 16, 32, 64)
+KNOWN = ", κ"
+NODE = 8  # ranks on a node, in rows of hierarchical exchanges
+KINDS = {"independent": 0.0, "half common": 0.5, "identical": 1.0}
+SPECS = (
+    "global:bits=8@allreduce",
+    "global:bits=4@ring",
+    "global:bits=8@ring",
+    "global-exp:bits=5@tree",
+    "global-exp:bits=8@tree",
+    "qsgd:bits=4@scatter-reduce",
+    "dqsg:bits=4@scatter-reduce",
+    "rotate(dqsg:bits=4)@scatter-reduce",
+    "ecdq:error=0.08@scatter-reduce",
+    "ecdq:error=0.02@scatter-reduce",
+    "ecdq:error=0.02,coder=rans@scatter-reduce",
+    "ecdq:error=0.02,coder=rans@scatter-reduce, κ",
+    "global:bits=8@hierarchical",
+    "dqsg:bits=4@hierarchical",
+    "ecdq:error=0.02@hierarchical",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What an exchange made of the gradients, and what a rank or a node sent for it."""
+
+    mean: Tensor
+    bits_out: float
+    bits_back: float
+
+
+def gradients(common: float, ranks: int, count: int) -> list[Tensor]:
+    """Gaussian values of variance 1, of which a share `common` is the same on all ranks."""
+    generator = torch.Generator().manual_seed(ranks)
+    shared = torch.randn(count, generator=generator)
+    if common == 1:
+        return [shared] * ranks
+    own = (torch.randn(count, generator=generator) for _ in range(ranks))
+    return [common**0.5 * shared + (1 - common) ** 0.5 * part for part in own]
+
+
+def outcome(spec: str, xs: list[Tensor], exact: Tensor) -> Outcome | None:
+    """None where a pair cannot serve so many ranks, or they are all on one node."""
+    power = float(exact.square().sum()) if spec.endswith(KNOWN) else 0.0
+    spec = spec.removesuffix(KNOWN)
+    _, way = pair(spec)
+    if isinstance(way, Hierarchical):
+        return _on_nodes(spec, xs) if len(xs) > NODE else None
+    switch = Switch(len(xs))
+    ranks = [Rank(switch, i) for i in range(len(xs))]
+    mean = _run([switch], ranks, spec, way, xs, power)
+    return None if mean is None else _outcome(mean, ranks, way.name, 1)
+
+
+def _on_nodes(spec: str, xs: list[Tensor]) -> Outcome | None:
+    """Nodes of 8: groups inside and across, as `prepare` would make them."""
+    nodes = tuple(tuple(range(i, i + NODE)) for i in range(0, len(xs), NODE))
+    whole, inside = Switch(len(xs)), [Switch(NODE) for _ in nodes]
+    across = [Switch(len(nodes)) for _ in range(NODE)]
+    ranks = [Rank(whole, i) for i in range(len(xs))]
+    near = [Rank(inside[i // NODE], i % NODE) for i in range(len(xs))]
+    far = [Rank(across[i % NODE], i // NODE) for i in range(len(xs))]
+    for rank, beside, beyond in zip(ranks, near, far, strict=True):
+        _TEAMS[rank] = {nodes: _Team(len(nodes), NODE, beside, beyond)}
+    mean = _run([whole, *inside, *across], ranks, spec, Hierarchical(nodes=nodes), xs)
+    for rank in near + ranks:
+        rank.leave()
+    return None if mean is None else _outcome(mean, far, "", NODE)
+
+
+def _run(
+    switches: list[Switch],
+    ranks: list[Rank],
+    spec: str,
+    way: Exchange,
+    xs: list[Tensor],
+    power: float = 0.0,
+) -> Tensor | None:
+    """The mean that all ranks end with; None if the codec has no room for so many."""
+    codec = pair(spec)[0]
+    results, work = [x.clone() for x in xs], []
+    for x, rank in zip(results, ranks, strict=True):
+        kappa = power / float(x.square().sum()) if power else 0.0
+        work.append(partial(way.mean, x, codec, Call(group=rank, kappa=kappa)))
+    try:
+        on_all(switches, work)
+    except lc.ConfigError:
+        return None
+    if not all(torch.equal(results[0], other) for other in results):
+        raise AssertionError(f"{spec}: ranks differ")
+    return results[0]
+
+
+def _outcome(mean: Tensor, ranks: list[Rank], name: str, lanes: int) -> Outcome:
+    """Bits from the bytes of the ranks; a node of several `lanes` sends through all of them."""
+    n, count = ranks[0].size(), len(ranks)
+    out = sum(rank.out_bytes for rank in ranks) / count
+    back = sum(rank.back_bytes for rank in ranks) / count
+    if name == "ring":  # as many messages while sums grow as when they go around
+        second = sum(sum(rank.sends[len(rank.sends) // 2 :]) for rank in ranks) / count
+        out, back = out - second, back + second
+    for rank in ranks:
+        rank.leave()
+    scale = 8 * lanes / ((n - 1) / n * mean.numel())
+    return Outcome(mean=mean, bits_out=scale * out, bits_back=scale * back)
+
+
+def measure(values: int, report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """A row for each pair, kind of gradients and number of ranks."""
+    rows: list[dict[str, Any]] = []
+    for kind, common in KINDS.items():
+        for ranks in RANKS:
+            report(f"{kind}, {ranks} ranks")
+            xs = gradients(common, ranks, 1 << values)
+            exact = torch.zeros(1 << values, dtype=torch.float64)
+            for x in xs:
+                exact.add_(x, alpha=1 / ranks)
+            for spec in SPECS:
+                found = outcome(spec, xs, exact)
+                row = {"pair": spec, "kind": kind, "ranks": ranks, "nmse": None}
+                if found is not None:
+                    error = (found.mean.double() - exact).square().sum() / exact.square().sum()
+                    row |= {
+                        "nmse": float(error),
+                        "bits_out": found.bits_out,
+                        "bits_back": found.bits_back,
+                    }
+                rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Measure, print, and save if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--values", type=int, default=20, help="log2 of values a rank")
+    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor`", FutureWarning)
+    console = Console(width=150)
+    rows = measure(options.values, lambda text: console.print(text, style="dim"))
+    for kind in KINDS:
+        table = Table(title=f"{kind}: NMSE of the mean (bits out / back)")
+        table.add_column("")
+        for ranks in RANKS:
+            table.add_column(str(ranks), justify="right")
+        for spec in SPECS:
+            found = [row for row in rows if row["pair"] == spec and row["kind"] == kind]
+            cells = [
+                "–"
+                if row["nmse"] is None
+                else f"{row['nmse']:.4f} ({row['bits_out']:.1f}/{row['bits_back']:.1f})"
+                for row in found
+            ]
+            table.add_row(spec, *cells)
+        console.print(table)
+    if options.save:
+        print(f"saved {save('mean_error', rows)}")
+
+
+if __name__ == "__main__":
+    main()
