@@ -73,18 +73,18 @@ def per_step(answers: list[dict[str, Any]]) -> list[float]:
     return [statistics.mean(step) for step in zip(*(a["seconds"] for a in answers), strict=True)]
 
 
-def compared(rate: float | str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compared(rate: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows with their rate and their speed relative to fp32, first and last together."""
     plain = [s for row in rows if row["strategy"] == FP32 for s in row["seconds"]]
     middle = 1e3 * statistics.median(plain)
     return [
-        {"rate_mbit": rate, "times_faster": middle / row["ms"]}
+        {"rate": rate, "times_faster": middle / row["ms"]}
         | {name: value for name, value in row.items() if name != "seconds"}
         for row in rows
     ]
 
 
-def measure_all(rates: list[float | str], steps: int, console: Console) -> list[dict[str, Any]]:
+def measure_all(rates: list[str], steps: int, console: Console) -> list[dict[str, Any]]:
     """Rows of all strategies at all rates; the workers of the lab stay up from rate to rate."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -94,16 +94,14 @@ def measure_all(rates: list[float | str], steps: int, console: Console) -> list[
                 net, run = launch(group, start, stack)
                 for rate in group:
                     if net:
-                        net.shape(float(rate))
+                        net.shape(*map(float, rate.split("/")))
                     found = [measure(run, net, strategy, steps) for strategy in ORDER]
                     rows += compared(rate, found)
                     console.print(table(rate, rows[-len(ORDER) :]))
     return rows
 
 
-def launch(
-    group: list[float | str], start: Path, stack: ExitStack
-) -> tuple[lab.Network | None, Any]:
+def launch(group: list[str], start: Path, stack: ExitStack) -> tuple[lab.Network | None, Any]:
     """Workers that are ready, in a lab without a limit yet or on the loopback interface."""
     if not group:
         return None, None
@@ -116,9 +114,12 @@ def launch(
     return (None if LOOPBACK in group else net), run
 
 
-def table(rate: float | str, rows: list[dict[str, Any]]) -> Table:
+def table(rate: str, rows: list[dict[str, Any]]) -> Table:
     """One rate's rows for a terminal."""
-    title = "loopback, unshaped" if rate == LOOPBACK else f"{rate:g} Mbit/s"
+    mbit, _, burst = rate.partition("/")
+    title = f"{mbit} Mbit/s" + (f", bursts of {burst} KB" if burst else "")
+    if rate == LOOPBACK:
+        title = "loopback, unshaped"
     view = Table(title=f"{HOSTS} hosts, {title}; all a step")
     view.add_column("strategy", no_wrap=True)
     for name in (
@@ -152,9 +153,12 @@ def table(rate: float | str, rows: list[dict[str, Any]]) -> Table:
     return view
 
 
-def parsed(text: str) -> list[float | str]:
+def parsed(text: str) -> list[str]:
     """Rates as given on the command line."""
-    rates = [one if one == LOOPBACK else float(one) for one in text.split(",")]
+    rates = [one.strip() for one in text.split(",")]
+    for rate in rates:
+        if rate != LOOPBACK:
+            [float(part) for part in rate.split("/")]
     if len(set(rates)) < len(rates):
         raise argparse.ArgumentTypeError("a rate is named twice")
     return rates
@@ -163,7 +167,12 @@ def parsed(text: str) -> list[float | str]:
 def main() -> None:
     """Measure, print, and save if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rates", type=parsed, default="100,1000", help="Mbit/s, or loopback")
+    parser.add_argument(
+        "--rates",
+        type=parsed,
+        default="100,1000",
+        help="Mbit/s, or with the link's burst in KB as in 100/256, or loopback",
+    )
     parser.add_argument("--steps", type=int, default=0, help="of each strategy; 0: by their length")
     parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()

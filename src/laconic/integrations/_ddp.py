@@ -19,6 +19,7 @@ from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
 from laconic.exchanges import Call, Exchange
 from laconic.exchanges._transport import plain_mean
+from laconic.integrations._lane import Lane
 from laconic.integrations._policy import Chooser
 from laconic.integrations._state import HookState, Load, Piece, Plan
 
@@ -62,7 +63,8 @@ def comm_hook(state: HookState, bucket: Any) -> Future[Tensor]:
     cuda = buffer.device.type == "cuda"
     done: Future[Tensor] = Future(devices=[buffer.device]) if cuda else Future()
     ready = torch.cuda.current_stream(buffer.device).record_event() if cuda else None
-    state.thread.submit(_job, state, buffer, plan, step, ready, done)
+    lane = state.lanes[bucket.index() % len(state.lanes)]
+    lane.thread.submit(_job, state, lane, buffer, plan, step, ready, done)
     return done
 
 
@@ -81,7 +83,7 @@ def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future
     state.turns[number] = step + 1
     state.step = max(state.step, step + 1)
     flat = gradient.detach().contiguous().view(-1)
-    _exchange(state, flat, plan, step)
+    _exchange(state, state.lanes[0], flat, plan, step)
     if flat.data_ptr() != gradient.data_ptr():
         gradient.detach().copy_(flat.view_as(gradient))
     done: Future[Tensor] = Future()
@@ -90,52 +92,62 @@ def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future
 
 
 def _job(
-    state: HookState, buffer: Tensor, plan: Plan, step: int, ready: Any, done: Future[Tensor]
+    state: HookState,
+    lane: Lane,
+    buffer: Tensor,
+    plan: Plan,
+    step: int,
+    ready: Any,
+    done: Future[Tensor],
 ) -> None:
-    """Runs in the communication thread; on CUDA, on a stream of its own."""
+    """Runs in a lane's thread; on CUDA, on a stream of its own."""
     try:
         if ready is None:
-            _exchange(state, buffer, plan, step)
+            _exchange(state, lane, buffer, plan, step)
             done.set_result(buffer)
             return
         with torch.cuda.stream(_side_stream(buffer.device)):
             ready.wait()
-            _exchange(state, buffer, plan, step)
+            _exchange(state, lane, buffer, plan, step)
             done.set_result(buffer)
     except Exception as error:
         done.set_exception(error)  # pyright: ignore[reportArgumentType]
 
 
-def _exchange(state: HookState, buffer: Tensor, plan: Plan, step: int) -> None:
+def _exchange(state: HookState, lane: Lane, buffer: Tensor, plan: Plan, step: int) -> None:
     """The bucket becomes its mean over ranks, in place."""
     start = time.perf_counter()
-    size = state.group.size()
-    state.plain_bytes += round(2 * (size - 1) / size * buffer.numel() * buffer.element_size())
+    size = lane.group.size()
+    lane.plain_bytes += round(2 * (size - 1) / size * buffer.numel() * buffer.element_size())
     if step < state.warmup_steps or not plan.loads:
-        plain_mean(buffer, _call(state, step))
+        plain_mean(buffer, _call(state, lane, step))
     else:
         with _gathered(buffer, plan.plain, state.scratch, "plain", torch.float32) as rest:
             for load in plan.loads:
                 first = load is plan.loads[0]
-                _carry(state, buffer, load, step, rest if first and plan.plain else None)
-    state.exchange_seconds += time.perf_counter() - start
+                _carry(state, lane, buffer, load, step, rest if first and plan.plain else None)
+    lane.seconds += time.perf_counter() - start
 
 
-def _carry(state: HookState, buffer: Tensor, load: Load, step: int, rest: Tensor | None) -> None:
+def _carry(
+    state: HookState, lane: Lane, buffer: Tensor, load: Load, step: int, rest: Tensor | None
+) -> None:
     """One codec's part of the bucket, and values that travel with it."""
     tensor, budget = load.pieces[0].number, load.codec.budget
-    call = _call(state, step, load, tensor)
+    call = _call(state, lane, step, load, tensor)
     with _gathered(buffer, load.pieces, state.scratch, "packed", buffer.dtype) as x:
         looking = nullcontext()
-        if budget is not None and state.group.size() > 1:
+        if budget is not None and lane.group.size() > 1:
             looking = state.kappa.measuring(x, tensor, step, budget)
         with looking:
             load.exchange.mean(x, load.codec, call, rest)
 
 
-def _call(state: HookState, step: int, load: Load | None = None, tensor: int = 0) -> Call:
+def _call(
+    state: HookState, lane: Lane, step: int, load: Load | None = None, tensor: int = 0
+) -> Call:
     return Call(
-        group=state.group,
+        group=lane.group,
         seed=state.seed,
         step=step,
         tensor=tensor,
@@ -143,7 +155,7 @@ def _call(state: HookState, step: int, load: Load | None = None, tensor: int = 0
         kappa=state.kappa.of(tensor, step),
         known=state.known,
         scratch=state.scratch,
-        traffic=state.traffic,
+        traffic=lane.traffic,
     )
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,10 +15,11 @@ from laconic._version import __version__
 from laconic.codecs import Codec, Place
 from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
-from laconic.exchanges import Exchange, Traffic, pair
+from laconic.exchanges import Exchange, pair
 from laconic.integrations._agree import agree
-from laconic.integrations._common import Stats, own_group
+from laconic.integrations._common import Stats
 from laconic.integrations._kappa import Kappa
+from laconic.integrations._lane import lanes
 from laconic.integrations._policy import Choice, Chooser, Policy
 
 
@@ -84,15 +83,15 @@ class HookState:
         if not dist.is_initialized():
             raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
         self.warmup_steps, self.seed, self.step = warmup_steps, seed, 0
-        self.traffic, self.scratch, self.kappa = Traffic(), Scratch(), Kappa()
+        self.scratch, self.kappa = Scratch(), Kappa()
         self.known: set[Hashable] = set()
-        self.plain_bytes, self.exchange_seconds = 0, 0.0
         self._pairs = {"": (self.codec, self.exchange)}  # by the text that a policy gave
         self._parameters: dict[int, tuple[int, str | None]] = {}  # number, and text if encoded
         self._plans: dict[tuple[int, ...], Plan] = {}
         self.turns: dict[int, int] = {}  # of parameters that come one by one
         layout = self._choose(module, policy or Policy())
-        self.group = own_group(group, timeout_s)
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self.lanes = lanes(group, device, timeout_s)
         settings = {
             "laconic": __version__,
             "codec": str(self.codec),
@@ -101,10 +100,10 @@ class HookState:
             "seed": str(seed),
             "parameters": "\n".join(layout),
         }
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        agree(settings, self.group, device)
-        for _, way in self._pairs.values():
-            way.prepare(self.group)
+        agree(settings, self.lanes[0].group, device)
+        for lane in self.lanes:
+            for _, way in self._pairs.values():
+                way.prepare(lane.group)
 
     def _choose(self, module: nn.Module, policy: Chooser) -> list[str]:
         """Ask the policy about every parameter; a line for each, to be compared between ranks."""
@@ -125,22 +124,15 @@ class HookState:
             self._pairs[text] = pair(choice)
         return text
 
-    @cached_property
-    def thread(self) -> ThreadPoolExecutor:
-        """The one thread that talks: a blocking collective inside a future's callback hangs."""
-        pool = ThreadPoolExecutor(1, thread_name_prefix="laconic-hook")
-        weakref.finalize(self, pool.shutdown, wait=False)
-        return pool
-
     def stats(self) -> Stats:
         """Bytes and times so far."""
         return Stats(
             steps=self.step,
-            sent_bytes=self.traffic.sent_bytes,
-            plain_bytes=self.plain_bytes,
-            exchange_seconds=self.exchange_seconds,
-            wire_seconds=self.traffic.wire_seconds,
-            local_bytes=self.traffic.local_bytes,
+            sent_bytes=sum(lane.traffic.sent_bytes for lane in self.lanes),
+            plain_bytes=sum(lane.plain_bytes for lane in self.lanes),
+            exchange_seconds=sum(lane.seconds for lane in self.lanes),
+            wire_seconds=sum(lane.traffic.wire_seconds for lane in self.lanes),
+            local_bytes=sum(lane.traffic.local_bytes for lane in self.lanes),
             kappa=self.kappa.mean(),
         )
 

@@ -70,11 +70,23 @@ class Host:
         ip(*here, "set", INTERFACE, "up")
         ip(*here, "set", "lo", "up")
 
-    def shape(self, rate_mbit: float | None) -> None:
-        """Set the rate of the link, in both directions; None takes the limit off."""
+    def shape(self, rate_mbit: float | None, burst_kb: float | None = None) -> None:
+        """Set the rate of the link, in both directions; None takes the limit off.
+
+        `burst_kb` is what an idle link lets through at once, instead of `burst_bytes`.
+        """
         check_rate(rate_mbit)
         for namespace, end in ((self.namespace, INTERFACE), (self.switch, self.port)):
-            tc("-n", namespace, "qdisc", "replace", "dev", end, "root", *_queue(rate_mbit))
+            tc(
+                "-n",
+                namespace,
+                "qdisc",
+                "replace",
+                "dev",
+                end,
+                "root",
+                *_queue(rate_mbit, burst_kb),
+            )
 
     def counters(self) -> Counters:
         """Bytes sent and received so far."""
@@ -114,9 +126,10 @@ def burst_bytes(rate_mbit: float) -> int:
     return max(_SMALLEST, round(max(slow, fast)))
 
 
-def _queue(rate_mbit: float | None) -> tuple[str, ...]:
+def _queue(rate_mbit: float | None, burst_kb: float | None) -> tuple[str, ...]:
     """What `tc` calls a queue of this rate."""
     if rate_mbit is None:
         return ("noqueue",)
-    rate = ("rate", f"{round(rate_mbit * 1e6)}bit", "burst", f"{burst_bytes(rate_mbit)}b")
+    burst = burst_bytes(rate_mbit) if burst_kb is None else round(1024 * burst_kb)
+    rate = ("rate", f"{round(rate_mbit * 1e6)}bit", "burst", f"{burst}b")
     return ("tbf", *rate, "latency", f"{_LATENCY_MS}ms")

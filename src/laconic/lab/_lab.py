@@ -98,10 +98,10 @@ class Network:
             host.connect()
         self.shape(rate_mbit)
 
-    def shape(self, rate_mbit: float | None) -> None:
+    def shape(self, rate_mbit: float | None, burst_kb: float | None = None) -> None:
         """Give all links this rate, while processes run."""
         for host in self.hosts:
-            host.shape(rate_mbit)
+            host.shape(rate_mbit, burst_kb)
 
     def counters(self) -> tuple[Counters, ...]:
         """Bytes that every host has sent and received."""

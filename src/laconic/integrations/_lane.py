@@ -1,0 +1,48 @@
+"""A thread that talks, and the process group that it talks on."""
+
+from __future__ import annotations
+
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from laconic.exchanges import Traffic
+from laconic.integrations._common import own_group
+
+_ON_GLOO = 2
+
+
+class Lane:
+    """Buckets that travel one after another, in the same order on all ranks.
+
+    A thread, because a blocking collective inside a future's callback hangs on Gloo; a process
+    group of its own, because collectives of one group must come in one order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.traffic = group, Traffic()
+        self.plain_bytes, self.seconds = 0, 0.0
+
+    @cached_property
+    def thread(self) -> ThreadPoolExecutor:
+        """Started when it is first needed."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="laconic-hook")
+        weakref.finalize(self, pool.shutdown, wait=False)
+        return pool
+
+
+def lanes(
+    group: dist.ProcessGroup | None, device: torch.device, timeout_s: float
+) -> tuple[Lane, ...]:
+    """On Gloo two, so that one bucket is encoded or decoded while another one is on the wire.
+
+    On CUDA one: kernels and transfers overlap by themselves there, and NCCL may dead-lock when two
+    threads use two groups at once.
+    """
+    first = own_group(group, timeout_s)
+    gloo = dist.get_backend(first) == "gloo" and device.type == "cpu"
+    more = [own_group(group, timeout_s) for _ in range(_ON_GLOO - 1)] if gloo else []
+    return tuple(Lane(one) for one in (first, *more))
