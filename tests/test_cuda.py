@@ -21,6 +21,8 @@ SPECS = (
     "ndqsg",
     "global:bits=8",
     "global:bits=32",
+    "global:bits=8,subtract=true",
+    "global:bits=32,subtract=true",
     "global-exp:bits=4",
 )
 COUNT = 100_003

@@ -116,6 +116,7 @@ def test_nccl_and_no_waiting_for_fixed_widths(nccl: None) -> None:
         x, y = torch.randn(32, 64).cuda(), torch.zeros(32, dtype=torch.int64).cuda()
         torch.cuda.synchronize()
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")  # any wait of the host raises
             try:
                 for _ in range(3):

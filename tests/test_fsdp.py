@@ -243,7 +243,7 @@ def accumulation(rank: int) -> dict[str, bool]:
     grads = []
     for spec in (None, "none", "dqsg:bits=8"):
         model = shard(network())
-        handle = compress_fsdp(model, spec) if spec else None
+        handle = lc.compress(model, spec) if spec else None
         for step in range(3):
             model.set_requires_gradient_sync(step == 2)
             backward(model, step)

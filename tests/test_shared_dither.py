@@ -93,8 +93,9 @@ def test_all_backends_make_the_same_bits(bits: int, dtype: torch.dtype, backend:
     codec, device = lc.Global(bits=bits, subtract=True), device_of(backend)
     for workers, count in ((1, 0), (2, 1), (3, 1153), (4, 64), (7, 2049)):
         xs = [gaussian(count, seed=rank).to(dtype) for rank in range(workers)]
-        norm, keys, start = shared_norm(codec, xs), keys_of(workers), gaussian(count, seed=9)
-        results = []
+        keys, start, results = keys_of(workers), gaussian(count, seed=9), []
+        with using("reference"):
+            norm = shared_norm(codec, xs)
         for name, place in (("reference", torch.device("cpu")), (backend, device)):
             with using(name):
                 wires = [

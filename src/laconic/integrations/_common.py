@@ -1,13 +1,10 @@
-"""What all integrations share: what they tell, and the process group that they talk on."""
+"""What all integrations share: what they tell."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
-
-import torch.distributed as dist
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +39,3 @@ class Handle(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state_dict."""
         ...
-
-
-def own_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
-    """A group of the same ranks for us alone: the model's own collectives run in another thread."""
-    timeout = timedelta(seconds=timeout_s)
-    if group is None or group is dist.group.WORLD:
-        made = dist.new_group(timeout=timeout)
-    else:
-        ranks = dist.get_process_group_ranks(group)
-        made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made

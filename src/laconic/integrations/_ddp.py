@@ -18,8 +18,8 @@ from laconic.codecs import Codec
 from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
 from laconic.exchanges import Call, Exchange
+from laconic.exchanges._lane import Lane
 from laconic.exchanges._transport import plain_mean
-from laconic.integrations._lane import Lane
 from laconic.integrations._policy import Chooser
 from laconic.integrations._state import HookState, Load, Piece, Plan
 
@@ -122,7 +122,7 @@ def _exchange(state: HookState, lane: Lane, buffer: Tensor, plan: Plan, step: in
     if step < state.warmup_steps or not plan.loads:
         plain_mean(buffer, _call(state, lane, step))
     else:
-        with _gathered(buffer, plan.plain, state.scratch, "plain", torch.float32) as rest:
+        with _copied(buffer, plan.plain, state.scratch, "plain", torch.float32) as rest:
             for load in plan.loads:
                 first = load is plan.loads[0]
                 _carry(state, lane, buffer, load, step, rest if first and plan.plain else None)
@@ -135,7 +135,9 @@ def _carry(
     """One codec's part of the bucket, and values that travel with it."""
     tensor, budget = load.pieces[0].number, load.codec.budget
     call = _call(state, lane, step, load, tensor)
-    with _gathered(buffer, load.pieces, state.scratch, "packed", buffer.dtype) as x:
+    for piece in load.fillers:  # `rest` has their values
+        _part(buffer, piece).zero_()
+    with _gathered(buffer, load.pieces, state.scratch) as x:
         looking = nullcontext()
         if budget is not None and lane.group.size() > 1:
             looking = state.kappa.measuring(x, tensor, step, budget)
@@ -160,23 +162,33 @@ def _call(
 
 
 @contextmanager
-def _gathered(
-    buffer: Tensor, pieces: Sequence[Piece], space: Scratch, name: str, dtype: torch.dtype
-) -> Iterator[Tensor]:
+def _gathered(buffer: Tensor, pieces: Sequence[Piece], space: Scratch) -> Iterator[Tensor]:
     """The pieces as one tensor, put back afterwards; the buffer itself if they lie together."""
     total = sum(piece.numel for piece in pieces)
-    start = pieces[0].start if pieces else 0
-    end = pieces[-1].start + pieces[-1].numel if pieces else 0
-    if buffer.dtype == dtype and end - start == total:
-        yield buffer[start : start + total]
+    start, end = pieces[0].start, pieces[-1].start + pieces[-1].numel
+    if end - start == total:
+        yield buffer[start:end]
         return
-    x = space.take(name, total, buffer.device, dtype)
-    parts = x.split([piece.numel for piece in pieces])
-    for part, piece in zip(parts, pieces, strict=True):
-        part.copy_(buffer[piece.start : piece.start + piece.numel])
+    with _copied(buffer, pieces, space, "packed", buffer.dtype) as x:
+        yield x
+
+
+@contextmanager
+def _copied(
+    buffer: Tensor, pieces: Sequence[Piece], space: Scratch, name: str, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """The pieces one behind another, put back afterwards."""
+    sizes = [piece.numel for piece in pieces]
+    x = space.take(name, sum(sizes), buffer.device, dtype)
+    for part, piece in zip(x.split(sizes), pieces, strict=True):
+        part.copy_(_part(buffer, piece))
     yield x
-    for part, piece in zip(parts, pieces, strict=True):
-        buffer[piece.start : piece.start + piece.numel].copy_(part)
+    for part, piece in zip(x.split(sizes), pieces, strict=True):
+        _part(buffer, piece).copy_(part)
+
+
+def _part(buffer: Tensor, piece: Piece) -> Tensor:
+    return buffer[piece.start : piece.start + piece.numel]
 
 
 @lru_cache

@@ -14,7 +14,7 @@ from laconic._version import __version__
 from laconic.codecs import Codec, codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, ScatterReduce, pair
-from laconic.integrations._agree import agree
+from laconic.exchanges._agree import agree
 from laconic.integrations._common import Stats
 from laconic.integrations._fsdp_comms import AllGather, ReduceScatter, Replicas
 from laconic.integrations._fsdp_unit import Run, Unit, groups_of, piece_of, unit_of

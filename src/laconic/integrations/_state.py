@@ -16,11 +16,13 @@ from laconic.codecs import Codec, Place
 from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, pair
-from laconic.integrations._agree import agree
+from laconic.exchanges._agree import agree
+from laconic.exchanges._lane import lanes
 from laconic.integrations._common import Stats
 from laconic.integrations._kappa import Kappa
-from laconic.integrations._lane import lanes
 from laconic.integrations._policy import Choice, Chooser, Policy
+
+_MOST_FILLED = 1 / 64  # of a load, zeros that are encoded to save copying
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Load:
-    """The pieces of a bucket that travel under one codec."""
+    """The pieces of a bucket that travel under one codec.
+
+    `fillers` are among them, zeroed: small plain pieces that lie between encoded ones. Encoding
+    zeros costs less than copying all the others together and back.
+    """
 
     codec: Codec
     exchange: Exchange
     pieces: tuple[Piece, ...]
+    fillers: tuple[Piece, ...] = ()
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
@@ -175,8 +182,20 @@ class HookState:
             start += parameter.numel()
         plain = tuple(by_text.pop(None, []))
         loads = [
-            Load(*self._pairs[text], tuple(pieces))
+            Load(*self._pairs[text], *_filled(pieces, plain))
             for text, pieces in by_text.items()
             if text is not None
         ]
         return Plan(tuple(loads), plain)
+
+
+def _filled(
+    pieces: Sequence[Piece], plain: Sequence[Piece]
+) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """The pieces, with plain ones between them if these are few and make one run of all."""
+    first, last = pieces[0].start, pieces[-1].start + pieces[-1].numel
+    between = tuple(piece for piece in plain if first < piece.start < last)
+    added, total = (sum(piece.numel for piece in some) for some in (between, pieces))
+    if added + total != last - first or added > _MOST_FILLED * total:
+        return tuple(pieces), ()
+    return tuple(sorted((*pieces, *between), key=lambda piece: piece.start)), between

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
-from laconic.exchanges import Traffic
-from laconic.integrations._common import own_group
+from laconic.exchanges._base import Traffic
 
 _ON_GLOO = 2
 
@@ -46,3 +46,15 @@ def lanes(
     gloo = dist.get_backend(first) == "gloo" and device.type == "cpu"
     more = [own_group(group, timeout_s) for _ in range(_ON_GLOO - 1)] if gloo else []
     return tuple(Lane(one) for one in (first, *more))
+
+
+def own_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
+    """A group of the same ranks for us alone: others run their collectives in another thread."""
+    timeout = timedelta(seconds=timeout_s)
+    if group is None or group is dist.group.WORLD:
+        made = dist.new_group(timeout=timeout)
+    else:
+        ranks = dist.get_process_group_ranks(group)
+        made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
