@@ -126,6 +126,14 @@ def worker(steps: int) -> None:
 # In the parent
 
 
+def warm() -> None:
+    """Compile the kernels here, once: else every worker does, all at the same time."""
+    x = torch.randn(20_000)
+    for spec in SPECS[1:]:
+        codec = lc.pair(spec)[0]
+        codec.decode(codec.encode(x, lc.Key()), out=torch.zeros_like(x), add=True)
+
+
 def ask(run: lab.Run, order: str) -> list[dict[str, Any]]:
     """Every rank's answer to an order."""
     run.send(order)
@@ -197,6 +205,7 @@ def main() -> None:
     lacking = lab.missing()
     hosts, rate = options.workers, options.rate_mbit
     where = lab.Loopback(hosts=hosts) if lacking else lab.Lab(hosts=hosts, rate_mbit=rate)
+    warm()
     results = run_all(where, options.steps)
     same = all(one.same_bits for one in results)
     if options.json:
