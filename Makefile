@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test fuzz bench lint format clean
+.PHONY: help venv demo test fuzz long bench lint format clean
 
 help: ## Say what the targets do
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -24,6 +24,9 @@ test: lint ## Lint, then run all tests
 
 fuzz: $(STAMP) ## A million hostile streams for every coder (about 6 minutes)
 	$(BIN)/python tests/fuzz.py
+
+long: $(STAMP) ## The same bits on all ranks, for 200 steps of every codec on every exchange
+	LACONIC_TEST_STEPS=200 $(BIN)/python -m pytest -q -o timeout=1200 tests/test_exchanges.py
 
 bench: $(STAMP) ## Measure codecs and CPU kernels; GRADIENTS=file.npz adds models
 	$(BIN)/python -m benchmarks.cpu --save

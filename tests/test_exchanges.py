@@ -5,6 +5,7 @@ One set of processes per number of ranks, over Gloo, runs all pairs; each is ass
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
@@ -23,7 +24,7 @@ from laconic.exchanges import Call, exchanges, pair
 from laconic.exchanges._transport import checked_sizes
 from laconic.exchanges._wires import Sizes, chunk_edges
 
-STEPS = 20
+STEPS = int(os.environ.get("LACONIC_TEST_STEPS", "20"))  # 200 in `make long`
 PARTS = (5000, 1, 12_000, 3000)  # parameters in the tensor
 CODECS = (
     "none",
@@ -155,7 +156,7 @@ def allowed(text: str) -> float:
     return 0.05 if text.startswith("ecdq") else 0.25  # error= is the budget of the mean
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(15 * STEPS)
 @pytest.mark.parametrize("size", [3, 5])
 @pytest.mark.parametrize("text", list(pairs()))
 def test_all_ranks_hold_the_same_bits_near_the_mean(text: str, size: int, folder: str) -> None:

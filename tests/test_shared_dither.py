@@ -105,7 +105,7 @@ def test_all_backends_make_the_same_bits(bits: int, dtype: torch.dtype, backend:
                 total = wires[0].payload.clone()
                 for wire in wires[1:]:
                     total += wire.payload
-                out = start.to(place, dtype)
+                out = start.to(place, dtype, copy=True)
                 options = {"norm": norm.to(place), "out": out, "add": True, "weight": 0.7}
                 codec.decode_sum(total, keys, **options)
                 plain = codec.decode_sum(total, keys, norm=norm.to(place), shape=(count,))
