@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,9 @@ def run(jobs: Sequence[Job], size: int, folder: Path) -> Answers:
     return answers
 
 
-def _worker(rank: int, size: int, store: str, jobs: Sequence[Job], results: Any) -> None:
+@contextmanager
+def member(rank: int, size: int, store: str) -> Iterator[None]:
+    """One of `size` ranks over Gloo, in a process of its own."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -50,11 +54,19 @@ def _worker(rank: int, size: int, store: str, jobs: Sequence[Job], results: Any)
         timeout=timedelta(seconds=60),
     )
     torch.set_num_threads(1)
-    for job in jobs:
-        try:
-            results.put((rank, job.__name__, job(rank), None))
-        except Exception:
-            results.put((rank, job.__name__, None, traceback.format_exc()))
-            return
-        dist.barrier()
+    yield
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def _worker(rank: int, size: int, store: str, jobs: Sequence[Job], results: Any) -> None:
+    with member(rank, size, store):
+        for job in jobs:
+            try:
+                results.put((rank, job.__name__, job(rank), None))
+            except Exception:
+                results.put((rank, job.__name__, None, traceback.format_exc()))
+                results.close()
+                results.join_thread()
+                os._exit(1)  # peers may wait for this rank
+            dist.barrier()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator
-from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ranks import member
 
 import laconic as lc
 from laconic.codecs._memory import Scratch
@@ -67,24 +67,16 @@ def gradients(size: int, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def worker(rank: int, size: int, store: str, results: Any) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
-    torch.set_num_threads(1)
-    places = tuple(
-        lc.Place(parameter=i, start=0, numel=numel, total=numel) for i, numel in enumerate(PARTS)
-    )
-    try:
-        for text in pairs():
-            results.put((rank, text, outcome(text, size, places)))
-    except Exception:
-        results.put((rank, "error", traceback.format_exc()))
-    dist.barrier()
-    dist.destroy_process_group()
+    with member(rank, size, store):
+        places = tuple(
+            lc.Place(parameter=i, start=0, numel=numel, total=numel)
+            for i, numel in enumerate(PARTS)
+        )
+        try:
+            for text in pairs():
+                results.put((rank, text, outcome(text, size, places)))
+        except Exception:
+            results.put((rank, "error", traceback.format_exc()))
 
 
 def outcome(text: str, size: int, places: tuple[lc.Place, ...]) -> dict[str, Any]:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import traceback
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import laconic as lc
-from laconic.integrations._fsdp import FSDPHandle, compress_fsdp, is_fsdp
+from laconic.integrations._fsdp import FSDPHandle, is_fsdp
 from laconic.integrations._fsdp_comms import AllGather, factor
 from laconic.integrations._fsdp_layout import Piece, plan_for
 from laconic.integrations._fsdp_unit import Run, Unit
@@ -72,7 +68,7 @@ def shard(model: Any, *, nested: bool = True, **options: Any) -> Any:
 
 def compressed(spec: str, model: Any = None, **options: Any) -> tuple[Any, FSDPHandle]:
     model = shard(network()) if model is None else model
-    return model, compress_fsdp(model, spec, **options)
+    return model, FSDPHandle(model, spec, **options)
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -368,7 +364,7 @@ def unused_parameters(rank: int) -> dict[str, bool]:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 if spec:
-                    compress_fsdp(model, spec)
+                    FSDPHandle(model, spec)
                 model.used = used
                 backward(model, 0)
                 backward(model, 1)
@@ -457,7 +453,7 @@ def forward_and_backward_agree(rank: int) -> dict[str, bool]:
     model = nn.Sequential(nn.Linear(128, 120, bias=False))
     fully_shard(model[0], reshard_after_forward=2 if dist.get_world_size() == 4 else True)
     fully_shard(model)
-    compress_fsdp(model, "none", weights="dqsg:bits=2")
+    FSDPHandle(model, "none", weights="dqsg:bits=2")
     found = {}
     for step in range(2):
         x = torch.eye(128, requires_grad=True)
@@ -549,7 +545,7 @@ def hybrid_details(rank: int) -> dict[str, bool]:
     grads = []
     for spec in (None, "none", "dqsg:bits=8"):  # reductions inside, then one mean between
         model = shard(network(), mesh=mesh)
-        handle = compress_fsdp(model, spec, between="both") if spec else None
+        handle = FSDPHandle(model, spec, between="both") if spec else None
         for step in range(3):
             model.set_requires_all_reduce(step == 2)
             backward(model, step)
@@ -607,7 +603,7 @@ def draws_differ_between_replicas(rank: int) -> dict[str, bool]:
     for spec in (None, "dqsg:bits=4"):
         model = shard(network(), mesh=mesh)
         if spec:
-            compress_fsdp(model, spec, between="shards")
+            FSDPHandle(model, spec, between="shards")
         nn.functional.cross_entropy(model(x), y).backward()
         found.append(gradients(model)["second.linear.weight"])
     once = error(codec.decode(codec.encode(found[0], lc.Key())), found[0])
@@ -640,7 +636,7 @@ def digits(rank: int) -> dict[str, Any]:
             )
             fully_shard(model[2])
             fully_shard(model)
-            handle = compress_fsdp(model, spec, weights=weights, seed=seed) if spec else None
+            handle = FSDPHandle(model, spec, weights=weights, seed=seed) if spec else None
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             for epoch in range(6):
                 generator = torch.Generator().manual_seed(epoch)
@@ -657,27 +653,6 @@ def digits(rank: int) -> dict[str, Any]:
             ratio = handle.stats().ratio if handle else 1.0
         found[name] = (scores, exact, ratio)
     return found
-
-
-def worker(rank: int, size: int, store: str, jobs: list[Any], results: Any) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
-    torch.set_num_threads(1)
-    for job in jobs:
-        try:
-            results.put((rank, job.__name__, job(rank)))
-        except Exception:
-            results.put((rank, job.__name__, traceback.format_exc()))
-            results.close()
-            results.join_thread()
-            os._exit(1)  # peers may wait for this rank
-        dist.barrier()
-    dist.destroy_process_group()
 
 
 COMMON = [
@@ -708,34 +683,13 @@ JOBS: dict[int, list[Any]] = {
 }
 
 
-def run(size: int, store: Path) -> Found:
-    """All jobs of a world size, in one set of processes."""
-    context = mp.get_context("spawn")
-    results, jobs = context.Queue(), JOBS[size]
-    started = [
-        context.Process(target=worker, args=(rank, size, str(store / "file"), jobs, results))
-        for rank in range(size)
-    ]
-    for process in started:
-        process.start()
-    answers = {}
-    for _ in range(size * len(jobs)):
-        rank, name, value = results.get(timeout=200)
-        assert not isinstance(value, str), f"rank {rank} of {size}, {name}: {value}"
-        answers[rank, name] = value
-    for process in started:
-        process.join(60)
-        assert process.exitcode == 0
-    return answers
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Found]:
     kept: dict[int, Found] = {}
 
     def of(size: int) -> Found:
         if size not in kept:
-            kept[size] = run(size, tmp_path_factory.mktemp("store"))
+            kept[size] = ranks.run(JOBS[size], size, tmp_path_factory.mktemp("store"))
         return kept[size]
 
     return of

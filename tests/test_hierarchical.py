@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ranks import member
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -338,21 +339,12 @@ CASES: dict[str, Case] = {
 
 
 def worker(rank: int, size: int, store: str, results: Any) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
-    torch.set_num_threads(1)
-    try:
-        for name, case in CASES.items():
-            results.put((rank, name, case(size)))
-    except Exception:
-        results.put((rank, "error", traceback.format_exc()))
-    dist.barrier()
-    dist.destroy_process_group()
+    with member(rank, size, store):
+        try:
+            for name, case in CASES.items():
+                results.put((rank, name, case(size)))
+        except Exception:
+            results.put((rank, "error", traceback.format_exc()))
 
 
 @lru_cache

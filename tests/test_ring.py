@@ -6,7 +6,6 @@ One set of five processes, over Gloo, runs all cases in groups of 1, 2, 3 and 5 
 from __future__ import annotations
 
 import traceback
-from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers import assert_same_bits, device_of, kernels
+from ranks import member
 from torch import Tensor
 
 import laconic as lc
@@ -83,25 +83,16 @@ def promised(numel: int, levels: int, n: int, pieces: int, rank: int) -> int:
 
 
 def worker(rank: int, store: str, results: Any) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
-    torch.set_num_threads(1)
-    try:
-        found: dict[Any, Any] = {}
-        for members in GROUPS:
-            group = dist.new_group(list(members))
-            if rank in members:
-                found[len(members)] = outcomes(group)
-        results.put((rank, found))
-    except Exception:
-        results.put((rank, traceback.format_exc()))
-    dist.barrier()
-    dist.destroy_process_group()
+    with member(rank, WORLD, store):
+        try:
+            found: dict[Any, Any] = {}
+            for members in GROUPS:
+                group = dist.new_group(list(members))
+                if rank in members:
+                    found[len(members)] = outcomes(group)
+            results.put((rank, found))
+        except Exception:
+            results.put((rank, traceback.format_exc()))
 
 
 def difference(got: Tensor, want: Tensor) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import traceback
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers import assert_same_bits
+from ranks import member
 from torch import Tensor
 
 import laconic as lc
@@ -56,25 +56,16 @@ def expected(codec: Any, xs: list[Tensor], call: Call) -> Tensor:
 
 
 def worker(rank: int, store: str, results: Any) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
-    torch.set_num_threads(1)
-    try:
-        found: dict[int, Any] = {}
-        for members in GROUPS:
-            group = dist.new_group(list(members))
-            if rank in members:
-                found[len(members)] = outcomes(group)
-        results.put((rank, found))
-    except Exception:
-        results.put((rank, traceback.format_exc()))
-    dist.barrier()
-    dist.destroy_process_group()
+    with member(rank, WORLD, store):
+        try:
+            found: dict[int, Any] = {}
+            for members in GROUPS:
+                group = dist.new_group(list(members))
+                if rank in members:
+                    found[len(members)] = outcomes(group)
+            results.put((rank, found))
+        except Exception:
+            results.put((rank, traceback.format_exc()))
 
 
 def difference(got: Tensor, want: Tensor) -> str:

@@ -11,9 +11,10 @@ from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.integrations._common import Handle
-from laconic.integrations._ddp import compress_ddp
-from laconic.integrations._fsdp import compress_fsdp, is_fsdp
+from laconic.integrations._ddp import comm_hook
+from laconic.integrations._fsdp import FSDPHandle, is_fsdp
 from laconic.integrations._policy import Chooser
+from laconic.integrations._state import HookState
 
 
 def compress(
@@ -45,13 +46,21 @@ def compress(
     if isinstance(model, DistributedDataParallel):
         if weights is not None or between is not None:
             raise ConfigError("weights= and between= are for FSDP2: DDP sends gradients only")
-        return compress_ddp(model, spec, timeout_s=timeout_s or 300.0, **common)
+        state = HookState(
+            model.module,
+            spec,
+            group=model.process_group,
+            timeout_s=timeout_s or 300.0,
+            **common,
+        )
+        model.register_comm_hook(state, comm_hook)
+        return state
     if is_fsdp(model):
         if timeout_s is not None:
             raise ConfigError(
                 "FSDP2 talks on its own process groups: give init_process_group a timeout"
             )
-        return compress_fsdp(model, spec, weights=weights, between=between, **common)
+        return FSDPHandle(model, spec, weights=weights, between=between, **common)
     raise ConfigError(
         "compress takes a DistributedDataParallel model, or one that fully_shard was called on, "
         f"not {type(model).__name__}"

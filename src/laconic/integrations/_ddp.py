@@ -12,41 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
-from laconic.codecs import Codec
 from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
-from laconic.exchanges import Call, Exchange
+from laconic.exchanges import Call
 from laconic.exchanges._lane import Lane
 from laconic.exchanges._transport import plain_mean
-from laconic.integrations._policy import Chooser
 from laconic.integrations._state import HookState, Load, Piece, Plan
-
-
-def compress_ddp(
-    model: DistributedDataParallel,
-    spec: str | Codec,
-    *,
-    exchange: str | Exchange | None = None,
-    policy: Chooser | None = None,
-    warmup_steps: int = 0,
-    seed: int = 0,
-    timeout_s: float = 300.0,
-) -> HookState:
-    """Register a hook on a DDP model."""
-    state = HookState(
-        model.module,
-        spec,
-        exchange=exchange,
-        policy=policy,
-        warmup_steps=warmup_steps,
-        seed=seed,
-        group=model.process_group,
-        timeout_s=timeout_s,
-    )
-    model.register_comm_hook(state, comm_hook)
-    return state
 
 
 def comm_hook(state: HookState, bucket: Any) -> Future[Tensor]:

@@ -13,12 +13,13 @@ from torch import nn
 from laconic._version import __version__
 from laconic.codecs import Codec, codec
 from laconic.errors import ConfigError
-from laconic.exchanges import Exchange, ScatterReduce, pair
+from laconic.exchanges import Exchange, ScatterReduce
 from laconic.exchanges._agree import agree
+from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import Stats
 from laconic.integrations._fsdp_comms import AllGather, ReduceScatter, Replicas
 from laconic.integrations._fsdp_unit import Run, Unit, groups_of, piece_of, unit_of
-from laconic.integrations._policy import Choice, Chooser, Policy
+from laconic.integrations._policy import Chooser, Policy
 
 _BETWEEN = ("shards", "replicas", "both")
 
@@ -29,38 +30,14 @@ def is_fsdp(model: nn.Module) -> bool:
     return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in model.modules())
 
 
-def compress_fsdp(
-    model: nn.Module,
-    spec: str | Codec,
-    *,
-    exchange: str | Exchange | None = None,
-    policy: Chooser | None = None,
-    warmup_steps: int = 0,
-    seed: int = 0,
-    weights: str | Codec | None = None,
-    between: str | None = None,
-) -> FSDPHandle:
-    """Let the gradients of a `fully_shard`ed model travel encoded; call it on all ranks.
+class FSDPHandle:
+    """What the collectives of a sharded model know and remember; `lc.compress` makes one.
 
     Before the first step, and after the last `fully_shard`. `weights` names a codec for gathered
     parameters, too. `between` says, on a 2-D mesh (HSDP), which gradients are encoded: between
     "replicas" (the default: nodes, usually), "shards" or "both". An exchange is chosen between
     replicas only. Messages travel in FSDP's own process groups, whose time-out counts.
     """
-    return FSDPHandle(
-        model,
-        spec,
-        exchange=exchange,
-        policy=policy,
-        warmup_steps=warmup_steps,
-        seed=seed,
-        weights=weights,
-        between=between,
-    )
-
-
-class FSDPHandle:
-    """What the collectives of a sharded model know and remember; `lc.compress` makes one."""
 
     def __init__(
         self,
@@ -75,11 +52,9 @@ class FSDPHandle:
         between: str | None = None,
     ) -> None:
         _check_torch(model)
-        if not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise ConfigError(f"warmup_steps must be an integer from 0, not {warmup_steps!r}")
-        self.codec, self.exchange = pair(spec, exchange)
-        self._pairs = {"": (self.codec, self.exchange)}  # by the text that a policy gave
-        self._named = exchange is not None or _names_exchange(spec)
+        check_warmup(warmup_steps)
+        self._pairs = Choices(spec, exchange)
+        self.codec, self.exchange = self._pairs[""]
         self.weights = None if weights is None else _weights_codec(weights)
         self._run = Run(seed=seed, warmup_steps=warmup_steps)
         self._lines: list[str] = []
@@ -142,22 +117,10 @@ class FSDPHandle:
             for param in group.fsdp_params:
                 info = param._module_info
                 path = ".".join(filter(None, (names[id(info.module)], info.param_name)))
-                text = self._text(policy(path, param.sharded_param))
+                text = self._pairs.text(policy(path, param.sharded_param))
                 pieces.append(piece_of(param, number[path], text))
-                told = f"{tuple(param.sharded_param.shape)} {param.sharded_param.dtype}"
-                said = "plain" if text is None else text or "encoded"
-                self._lines.append(f"{path} of {name or 'root'} {told} {said}")
+                self._lines.append(line(f"{path} of {name or 'root'}", param.sharded_param, text))
             yield unit_of(name, group, tuple(pieces), self._run)
-
-    def _text(self, choice: Choice) -> str | None:
-        """The key of a pair for a policy's answer; None for values that travel as they are."""
-        if isinstance(choice, bool) or choice == "none":
-            return "" if choice is True else None
-        text = str(choice)
-        if text not in self._pairs:
-            self._pairs[text] = pair(choice)
-            self._named |= _names_exchange(choice)
-        return text
 
     def _stages(self, between: str | None) -> str:
         """Which gradients are encoded."""
@@ -172,7 +135,7 @@ class FSDPHandle:
         if stages != "replicas":
             for own, _ in self._pairs.values():
                 ScatterReduce().check(own)
-        if stages == "shards" and self._named:
+        if stages == "shards" and self._pairs.exchange_named:
             raise ConfigError(
                 "FSDP reduce-scatters gradients, so there is no exchange to choose: leave exchange="
                 " and the text behind @ out; they count between replicas (HSDP) only"
@@ -254,10 +217,6 @@ def _check_new(group: Any) -> None:
     between = getattr(group.mesh_info, "replicate_process_group", None)
     if isinstance(group._reduce_scatter_comm, ReduceScatter) or isinstance(between, Replicas):
         raise ConfigError("this model is compressed already: call compress once")
-
-
-def _names_exchange(spec: str | Codec) -> bool:
-    return isinstance(spec, str) and "@" in spec
 
 
 def _weights_codec(spec: str | Codec) -> Codec:

@@ -15,12 +15,13 @@ from laconic._version import __version__
 from laconic.codecs import Codec, Place
 from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
-from laconic.exchanges import Exchange, pair
+from laconic.exchanges import Exchange
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import lanes
+from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import Stats
 from laconic.integrations._kappa import Kappa
-from laconic.integrations._policy import Choice, Chooser, Policy
+from laconic.integrations._policy import Chooser, Policy
 
 _MOST_FILLED = 1 / 64  # of a load, zeros that are encoded to save copying
 
@@ -84,15 +85,14 @@ class HookState:
         group: dist.ProcessGroup | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        self.codec, self.exchange = pair(spec, exchange)
-        if not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise ConfigError(f"warmup_steps must be an integer from 0, not {warmup_steps!r}")
+        self._pairs = Choices(spec, exchange)
+        self.codec, self.exchange = self._pairs[""]
+        check_warmup(warmup_steps)
         if not dist.is_initialized():
             raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
         self.warmup_steps, self.seed, self.step = warmup_steps, seed, 0
         self.scratch, self.kappa = Scratch(), Kappa()
         self.known: set[Hashable] = set()
-        self._pairs = {"": (self.codec, self.exchange)}  # by the text that a policy gave
         self._parameters: dict[int, tuple[int, str | None]] = {}  # number, and text if encoded
         self._plans: dict[tuple[int, ...], Plan] = {}
         self.turns: dict[int, int] = {}  # of parameters that come one by one
@@ -116,20 +116,10 @@ class HookState:
         """Ask the policy about every parameter; a line for each, to be compared between ranks."""
         lines = []
         for number, (name, parameter) in enumerate(module.named_parameters()):
-            text = self._text(policy(name, parameter)) if parameter.requires_grad else None
+            text = self._pairs.text(policy(name, parameter)) if parameter.requires_grad else None
             self._parameters[id(parameter)] = number, text
-            said = "plain" if text is None else text or "encoded"
-            lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} {said}")
+            lines.append(line(name, parameter, text))
         return lines
-
-    def _text(self, choice: Choice) -> str | None:
-        """The key of a pair for a policy's answer; None for values that travel as they are."""
-        if isinstance(choice, bool) or choice == "none":
-            return "" if choice is True else None
-        text = str(choice)
-        if text not in self._pairs:
-            self._pairs[text] = pair(choice)
-        return text
 
     def stats(self) -> Stats:
         """Bytes and times so far."""
