@@ -36,14 +36,19 @@ from laconic.exchanges import (
     pair,
 )
 from laconic.integrations import FSDPHandle, Handle, HookState, Policy, Stats, comm_hook, compress
+from laconic.schedules import DCASGD, GLU, QSVRG, SSD, HeavyBall, LocalSGD, LocalSGDRule, Nesterov
 
 __all__ = [
     "BF16",
+    "DCASGD",
     "DQSG",
     "ECDQ",
     "FP16",
+    "GLU",
     "NDQSG",
     "QSGD",
+    "QSVRG",
+    "SSD",
     "AllGather",
     "AllReduce",
     "Codec",
@@ -54,10 +59,14 @@ __all__ = [
     "Global",
     "GlobalExp",
     "Handle",
+    "HeavyBall",
     "Hierarchical",
     "HookState",
     "Key",
     "LaconicError",
+    "LocalSGD",
+    "LocalSGDRule",
+    "Nesterov",
     "Place",
     "Policy",
     "QSGDTopK",

@@ -49,7 +49,11 @@ def lanes(
 
 
 def own_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
-    """A group of the same ranks for us alone: others run their collectives in another thread."""
+    """A group of the same ranks for us alone: others run their collectives in another thread.
+
+    For a sub-group torch makes the name from its ranks and from how many groups of these ranks a
+    process has: all its ranks must have made as many.
+    """
     timeout = timedelta(seconds=timeout_s)
     if group is None or group is dist.group.WORLD:
         made = dist.new_group(timeout=timeout)

@@ -1,0 +1,26 @@
+"""Schedules: when to talk."""
+
+from __future__ import annotations
+
+from laconic.schedules._local import LocalSGD, LocalStats
+from laconic.schedules._outer import HeavyBall, Nesterov, Outer
+from laconic.schedules._rules import DCASGD, GLU, LocalRule, LocalSGDRule, Moment
+from laconic.schedules._ssd import SSD, SSDStats
+from laconic.schedules._svrg import QSVRG, SVRGStats
+
+__all__ = [
+    "DCASGD",
+    "GLU",
+    "QSVRG",
+    "SSD",
+    "HeavyBall",
+    "LocalRule",
+    "LocalSGD",
+    "LocalSGDRule",
+    "LocalStats",
+    "Moment",
+    "Nesterov",
+    "Outer",
+    "SSDStats",
+    "SVRGStats",
+]

@@ -1,0 +1,348 @@
+"""Local steps: every rank trains alone for a while, then all exchange what they have learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from laconic._version import __version__
+from laconic.codecs import Codec
+from laconic.errors import ConfigError
+from laconic.exchanges import Exchange, pair
+from laconic.exchanges._agree import agree
+from laconic.exchanges._lane import Lane, own_group
+from laconic.schedules._local_checks import check, delay_of, whole
+from laconic.schedules._local_mean import Mean, Route
+from laconic.schedules._local_vector import (
+    Chooser,
+    Vector,
+    broadcast,
+    forget_broken,
+    worth_encoding,
+)
+from laconic.schedules._outer import Outer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalStats:
+    """What one rank has done so far; bytes and seconds since the schedule was made."""
+
+    steps: int
+    exchanges: int  # of progress; steps of warm-up are not among them
+    skipped: int  # exchanges and steps of warm-up that were not finite, and left out on all ranks
+    sent_bytes: int
+    plain_bytes: int  # what synchronous fp32 DDP would have sent, in a ring
+    wire_seconds: float  # in collectives, waiting for other ranks included
+    local_bytes: int = 0  # inside nodes, where the exchange knows them; not in sent_bytes
+    kappa: float | None = None  # ‖mean‖²/‖own progress‖², where a budget made it worth measuring
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes."""
+        return self.plain_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+
+class LocalSGD(torch.optim.Optimizer):
+    """Local SGD, post-local SGD and DiLoCo, around any torch optimizer and a plain module.
+
+    x_t are the common weights, x_i a rank's own, H = period:
+
+        δ_i = x_t - x_i  after H steps from x_t         x_{t+1} = x_t - outer(mean of δ_i)
+
+    1. Every rank takes H steps with its own optimizer, whose state (momentum, moments) stays local.
+    2. The progress δ_i travels through the codec, not x_i: a codec's error is a share of what it
+       encodes. ‖δ‖ is far below ‖x‖ and shrinks as training settles, and so does the error.
+    3. All ranks make the same outer step of the same bits: outer=None is x - mean, plain averaging;
+       `Nesterov()` makes it DiLoCo. Then all hold the same weights, to the bit.
+
+    `warmup_steps` of synchronous training come first: post-local SGD. They average gradients in
+    fp32, because a memory of error feedback in units of gradients would be wrong for progress.
+
+    For H = 1, no outer optimizer and codec none: with gradients at common weights, mean(x_i) =
+    x - lr·mean(u_i), and the buffers u_i ← μ·u_i + g_i are linear in g_i: ū ← μ·ū + ḡ. So SGD with
+    momentum, weight decay and Nesterov's form too, is synchronous SGD (but for fp32 rounding); Adam
+    and clipping are not linear, and differ. Plain SGD with outer Nesterov(lr=a, momentum=β) is
+    synchronous SGD(lr·a, momentum=β, nesterov=True). For H > 1 neither holds.
+
+    `overlap=True`: the exchange of a boundary runs in a thread behind the next steps, and what it
+    found is taken over `overlap_steps` later (by default H, at the next boundary). With x_i^b a
+    rank's weights at the boundary and p_i = x_i - x_i^b its steps since then:
+
+        x_i ← x_{t+1} + p_i            at the next boundary  δ_i = x_{t+1} - x_i = -(all p_i since)
+
+    So every step counts once: own ones at once, others' through x_{t+1}. Ranks hold common weights
+    plus own steps since the boundary, never equal weights; x_t is equal on all ranks, to the bit.
+
+    Not finite anywhere: the mean is not, on any rank. Then nobody makes the outer step, all go back
+    to x_t, and momentum that is not finite is forgotten; `stats().skipped` counts it. (What error
+    feedback of the other ranks has sent is lost with it.)
+
+    Costs three fp32 copies of the weights (common, start, message), four with an outer optimizer.
+
+    Stich 2019, arXiv 1805.09767 (local SGD); Lin et al. 2020, arXiv 1808.07217 (post-local);
+    Douillard et al. 2023, arXiv 2311.08105 (DiLoCo), and 2025, arXiv 2501.18512 (overlap, there by
+    fragments of the model and with a blend of local and global weights).
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler calls step() on every rank, overflow or not
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        *,
+        period: int = 8,
+        codec: str | Codec = "ecdq:error=0.08",
+        exchange: str | Exchange | None = None,
+        outer: Outer | None = None,
+        warmup_steps: int = 0,
+        overlap: bool = False,
+        overlap_steps: int | None = None,
+        buffers: bool = True,
+        policy: Chooser | None = None,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        timeout_s: float = 300.0,
+    ) -> None:
+        check(optimizer, model, outer)
+        self.optimizer, self.outer, self.seed = optimizer, outer, seed
+        self.codec, self.exchange = pair(codec, exchange)
+        self.period = whole("period", period, 1)
+        self.warmup_steps = whole("warmup_steps", warmup_steps, 0)
+        self.delay = delay_of(overlap, overlap_steps, self.period)
+        if not dist.is_initialized():
+            raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
+        self._vector = Vector(optimizer, model, policy or worth_encoding, buffers)
+        self._lane = Lane(own_group(group, timeout_s))
+        self._agree()
+        self.exchange.prepare(self._lane.group)
+        broadcast(model, self._lane.group, self._vector.device)
+        self._base = self._vector.read(self._vector.empty())  # x_t, and the common buffers
+        self._start = self._base.clone()  # own progress is counted from here
+        self._message = self._vector.empty()
+        self._momentum = torch.zeros_like(self._base[: self._vector.weights.numel if outer else 0])
+        self._count = sum(len(group["params"]) for group in optimizer.param_groups)
+        self._step = self._since_made = self._exchanges = self._skipped = 0
+        route = Route(self.codec, self.exchange, seed, self._vector.encoded, self._vector.places)
+        self._mean = Mean(self._message, route, self._lane)
+
+    def _agree(self) -> None:
+        settings = {
+            "laconic": __version__,
+            "codec": str(self.codec),
+            "exchange": str(self.exchange),
+            "period": str(self.period),
+            "outer": str(self.outer),
+            "warmup_steps": str(self.warmup_steps),
+            "overlap_steps": str(self.delay),
+            "seed": str(self.seed),
+            "parameters": "\n".join(self._vector.lines),
+        }
+        agree(settings, self._lane.group, self._vector.device)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Those of the optimizer inside: learning rates may be set here or there."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of the optimizer inside, this rank's own."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Those of the optimizer inside."""
+        return self.optimizer.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in the optimizer inside."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step of this rank; at the end of a period, or in warm-up, with all others."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            fine = self._unscaled()
+            self._step += 1
+            self._since_made += 1
+            if self._step <= self.warmup_steps:
+                self._together()
+            else:
+                self._alone(fine)
+        return loss
+
+    def _unscaled(self) -> bool:
+        """Take GradScaler's scale out of the gradients; whether it found them finite."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            for parameter in self._vector.trained:
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale.to(parameter.device))
+        return not bool(getattr(self, "found_inf", False))
+
+    def _together(self) -> None:
+        """A step of warm-up: gradients become their mean, and so do buffers."""
+        own, (gradients, moved) = self._vector, self._vector.split(self._message)
+        weights, common = own.split(self._base)
+        own.read_gradients(gradients)
+        torch.sub(common, own.buffers.read(moved), out=moved)
+        self._mean.start(self._step, plain=True)
+        if self._finite():
+            own.write_gradients(gradients)
+            common.sub_(moved)
+            self.optimizer.step()
+        own.buffers.write(common)
+        if self._step == self.warmup_steps:
+            own.weights.read(weights)
+            self._adopt()
+
+    def _alone(self, fine: bool) -> None:
+        """A local step; where a period ends, its exchange; where one has arrived, its result."""
+        if fine:
+            self.optimizer.step()
+        since = (self._step - self.warmup_steps) % self.period
+        if self._mean.under_way and since == self.delay % self.period:
+            self._land()
+        if since == 0:
+            self._depart()
+            if not self.delay:
+                self._land()
+
+    def _depart(self) -> None:
+        """Send the progress since the last boundary."""
+        if sum(len(group["params"]) for group in self.param_groups) != self._count:
+            raise ConfigError("parameters changed: make LocalSGD when all are in its optimizer")
+        torch.sub(self._start, self._vector.read(self._message), out=self._message)
+        if self.delay:
+            self._vector.weights.read(self._vector.split(self._start)[0])
+        self._exchanges += 1
+        self._mean.start(self._exchanges)
+
+    def _finite(self) -> bool:
+        """Wait for the mean; False on all ranks, and counted, if it is no use."""
+        finite = self._mean.wait()
+        self._skipped += not finite
+        return finite
+
+    def _land(self) -> None:
+        """The outer step, and this rank's weights after it."""
+        if not self._finite():
+            forget_broken(self.optimizer.state)
+            self._adopt()
+            return
+        mean, moved = self._vector.split(self._message)
+        weights, common = self._vector.split(self._base)
+        common.sub_(moved)
+        if self.outer is None:
+            weights.sub_(mean)
+        else:
+            self.outer.step(weights, mean, self._momentum)
+        if self.delay:
+            self._rebase()
+        else:
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """The common weights and buffers become this rank's own."""
+        self._vector.write(self._base)
+        self._vector.read(self._start)
+
+    def _rebase(self) -> None:
+        """The common weights and this rank's steps since the boundary: x_i ← x_{t+1} + p_i.
+
+        Progress is counted from what is left without these steps, so that rounding (to bfloat16,
+        say) is not taken for progress, and does not add up either. Running statistics stay own.
+        """
+        own, (steps, _) = self._vector, self._vector.split(self._message)
+        (start, buffers), (weights, common) = own.split(self._start), own.split(self._base)
+        torch.sub(own.weights.read(steps), start, out=steps)
+        own.weights.write(torch.add(weights, steps, out=start))
+        own.weights.read(start).sub_(steps)
+        buffers.copy_(common)
+
+    def synchronize(self) -> None:
+        """Bring all ranks to common weights now, in the middle of a period, too; on all ranks."""
+        if self._step < self.warmup_steps:
+            return
+        with torch.no_grad():
+            if self._mean.under_way:
+                self._land()
+            self._depart()
+            self._land()
+            self._adopt()
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Inside, the model has the common weights and buffers: for evaluation, not for steps."""
+        if self._step < self.warmup_steps:  # they are common already
+            yield
+            return
+        tensors = [*self._vector.weights.tensors(), *self._vector.buffers.tensors()]
+        kept = [tensor.clone() for tensor in tensors]
+        self._vector.write(self._base)
+        try:
+            yield
+        finally:
+            for tensor, own in zip(tensors, kept, strict=True):
+                tensor.copy_(own)
+
+    def stats(self) -> LocalStats:
+        """Bytes and times so far."""
+        size, traffic = self._lane.group.size(), self._lane.traffic
+        ring = round(2 * (size - 1) / size * 4 * self._vector.weights.numel)
+        return LocalStats(
+            steps=self._step,
+            exchanges=self._exchanges,
+            skipped=self._skipped,
+            sent_bytes=traffic.sent_bytes,
+            plain_bytes=ring * self._since_made,
+            wire_seconds=traffic.wire_seconds,
+            local_bytes=traffic.local_bytes,
+            kappa=self._mean.kappa or None,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that must be saved, on every rank, beside the rank's own model, to go on exactly.
+
+        Waits for an exchange that is under way. The optimizer inside is part of it.
+        """
+        return {
+            "codec": str(self.codec),
+            "step": self._step,
+            "exchanges": self._exchanges,
+            "skipped": self._skipped,
+            "base": self._base.clone(),
+            "start": self._start.clone(),
+            "momentum": self._momentum.clone(),
+            "mean": self._mean.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Go on from a state_dict; load the rank's own model beside it."""
+        state = state_dict
+        if state["codec"] != str(self.codec):
+            raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
+        for name in ("base", "start", "momentum"):
+            own = getattr(self, f"_{name}")
+            if state[name].numel() != own.numel():
+                raise ConfigError(
+                    f"this state's {name} has {state[name].numel()} values, not {own.numel()}: it "
+                    "is of another model, or of another choice of buffers= or outer="
+                )
+        self._mean.load_state_dict(state["mean"])
+        self._step, self._exchanges = int(state["step"]), int(state["exchanges"])
+        self._skipped = int(state["skipped"])
+        for name in ("base", "start", "momentum"):
+            getattr(self, f"_{name}").copy_(state[name])
+        self.optimizer.load_state_dict(state["optimizer"])

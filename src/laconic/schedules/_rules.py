@@ -1,0 +1,130 @@
+"""What a rank does to its own weights while the global ones are on their way."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from laconic.errors import ConfigError
+
+_MEMORY = 0.95  # of DC-ASGD's mean square, and the constant under its root
+_EPSILON = 1e-7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What a local rule may look at: equal slices of flat fp32 vectors, one parameter group's.
+
+    `w` are the weights to step from, `seen` those that `g` was computed at (other ones only where
+    w has just been pulled), `pulled` what was pulled before: one period ago if `fresh`, that is if
+    w has just been pulled, else at the start of this period.
+    """
+
+    w: Tensor
+    g: Tensor
+    seen: Tensor
+    pulled: Tensor
+    square: Tensor | None  # the rule's own memory, where it has one
+    fresh: bool
+    period: int
+    lr: float
+    decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRule(ABC):
+    """A local step Δ: w ← w - Δ. Settings only; lr is local_lr_scale times the group's."""
+
+    local_lr_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, bool):
+                continue
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ConfigError(
+                    f"{type(self).__name__}: {item.name} must be a number from 0, not {value!r}"
+                )
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it needs a running mean of g² (`Moment.square`)."""
+        return False
+
+    @abstractmethod
+    def step(self, at: Moment, out: Tensor) -> None:
+        """out = Δ. `out` may be the memory of `at.seen`, where that is not w's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGDRule(LocalRule):
+    """A plain SGD step: Δ = lr·(g + wd·w)."""
+
+    def step(self, at: Moment, out: Tensor) -> None:
+        torch.mul(at.w, at.lr * at.decay, out=out)
+        out.add_(at.g, alpha=at.lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GLU(LocalRule):
+    """Global gradients guide the local step (SSD-SGD's own rule).
+
+        gs = (w_pre - w)/(k·lr) - wd·w        Δ = h·lr·(α·g + wd·w + β·gs)
+
+    1. w has just been pulled: w_pre is what was pulled before, so gs is the global gradient, as the
+       owners' optimizers followed it over one period (their momentum included), less what weight
+       decay moved. h = 1. From here on w_pre is w.
+    2. On the other steps of the period, and before the first pull, gs is the rank's own
+       displacement since the pull, and h = ½.
+
+    lr·gs has no division by lr: Δ = h·[lr·(α·g + (1-β)·wd·w) + β·(w_pre - w)/k]; lr may be 0.
+
+    SSD-SGD (Xu et al. 2020), as released, but: k is the period, not a constant of the script, and
+    all parameters are in phase with the pull (the released code has one counter for all tensors,
+    so that w_pre is saved at other times than the pull for most of them).
+    """
+
+    alpha: float = 2.0
+    beta: float = 0.5
+
+    def step(self, at: Moment, out: Tensor) -> None:
+        half = 1.0 if at.fresh else 0.5
+        torch.sub(at.pulled, at.w, out=out).mul_(half * self.beta / at.period)
+        out.add_(at.g, alpha=half * at.lr * self.alpha)
+        out.add_(at.w, alpha=half * at.lr * (1 - self.beta) * at.decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DCASGD(LocalRule):
+    """A gradient of other weights is corrected to first order (delay compensation).
+
+        Δ = lr·(g + λ·g⊙g⊙(w - w') + wd·w),    w' the weights that g was computed at
+
+    g(w) ≈ g(w') + H·(w - w'), and λ·g⊙g stands for the diagonal of H. w differs from w' only where
+    w has just been pulled; on all other steps this is plain SGD. `adaptive` divides λ (`strength`)
+    by √(MS + 1e-7), MS ← 0.95·MS + 0.05·g⊙g, zero at first.
+
+    Zheng et al., ICML 2017 (DC-ASGD-c and -a), on the worker instead of the server.
+    """
+
+    strength: float = 0.04
+    adaptive: bool = False
+
+    @property
+    def remembers(self) -> bool:
+        return self.adaptive
+
+    def step(self, at: Moment, out: Tensor) -> None:
+        if at.square is not None:
+            at.square.mul_(_MEMORY).addcmul_(at.g, at.g, value=1 - _MEMORY)
+        torch.sub(at.w, at.seen, out=out).mul_(at.g).mul_(at.g)
+        if at.square is None:
+            out.mul_(self.strength)
+        elif at.fresh:  # elsewhere it is zero anyway
+            out.mul_(self.strength).div_((at.square + _EPSILON).sqrt_())
+        out.add_(at.g).add_(at.w, alpha=at.decay).mul_(at.lr)

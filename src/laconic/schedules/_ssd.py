@@ -1,0 +1,278 @@
+"""SSD-SGD on collectives: push every step, pull every k-th, both behind the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from laconic._version import __version__
+from laconic.codecs import Codec
+from laconic.errors import ConfigError
+from laconic.exchanges._agree import agree
+from laconic.exchanges._lane import Lane, own_group
+from laconic.schedules._flat import Flat
+from laconic.schedules._masters import PLAIN, Masters, Round
+from laconic.schedules._replica import Replica
+from laconic.schedules._rules import GLU, LocalRule
+from laconic.schedules._shard import check_optimizer, finite_everywhere, settings_of
+from laconic.schedules._ssd_checks import (
+    check_identity,
+    check_model,
+    check_numbers,
+    chosen_codec,
+    chosen_pull_codec,
+    same_start,
+)
+
+_DEFAULT_RULE = GLU()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSDStats:
+    """What one rank has done so far."""
+
+    steps: int
+    pulls: int  # asynchronous ones; a warm-up step has one of its own
+    skipped_steps: int  # on all ranks, because a gradient of some rank was not finite
+    skipped_shards: int  # by this rank alone: finite gradients, but too large for the codec
+    sent_bytes: int
+    plain_bytes: int  # what synchronous fp32 training would have sent, in a ring
+    exchange_seconds: float  # in the communication thread: codec, optimizer and wire
+    wire_seconds: float  # of these, in collectives, waiting for other ranks included
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes."""
+        return self.plain_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+
+class SSD(Optimizer):
+    """SSD-SGD: gradients to their owners at every step, weights from them at every k-th.
+
+    All trainable parameters are one fp32 vector; rank j owns the j-th chunk of n: the master
+    weights M, and the optimizer's state. `step()` number t = 0, 1, .. has the gradient g_t of this
+    rank's own weights W_t, and
+
+    1. takes over M_t, if a pull was started at step t - 1 (waits for it; M_t has all gradients up
+       to g_{t-1}): w = M_t, otherwise w = W_t;
+    2. makes a local step, W_{t+1} = w - Δ(w, g_t), by the rule `local` (None: W_{t+1} = w);
+    3. starts the push, which runs behind the next forward and backward: the owners get the mean of
+       g_t over ranks and step, M_{t+1} = optimizer(M_t, mean g_t). At every k-th step a pull
+       follows: every rank is sent all of M_{t+1}.
+
+    What is used when depends on t alone, never on the network. Step t waits for the push of step
+    t - 2, whose memory it needs. With period 1 and local=None this is SGD with gradients delayed
+    by one step, M_{t+1} = M_t - lr·mean g(M_{t-1}).
+    The first `warmup_steps` are synchronous and in full precision: what DDP does.
+
+    Bytes a rank sends at a step: (1 + 1/k)·(n-1)/n of the encoded vector, against 2·(n-1)/n.
+    Time: [(k-1)·max(C, P) + max(C, P + L)]/k, with C computation, P push and L pull.
+
+    - `optimizer` says which optimizer the owners run and holds its settings (learning-rate
+      schedulers may act on it or on this object); its own step() is never called. It must step
+      value by value: SGD, Adam, AdamW and the like.
+    - `codec` is for gradients; `error=` of a codec is the budget of the mean that owners step
+      with, spent in one encoding. `pull_codec` is for weights: None sends them as they are, others
+      send differences to the last pull, so that errors do not accumulate.
+    - A gradient that is not finite on some rank is thrown away on all, in the local steps of that
+      rank, too: M, the optimizer's state and W stay finite. This is also what GradScaler needs:
+      `scaler.step(opt)` runs on every rank, and each rank unscales by its own scale.
+    - Weights differ between ranks: evaluate and save `with opt.global_weights():`. Buffers, such as
+      those of batch normalisation, stay each rank's own after the start.
+
+    SSD-SGD (Xu et al. 2020). Differs from the paper: owners instead of parameter servers, weights
+    taken over at a fixed step instead of when they come, and all tensors in phase.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler: call step() on all ranks, with found_inf
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        period: int = 4,
+        warmup_steps: int = 500,
+        local: LocalRule | None = _DEFAULT_RULE,
+        codec: str | Codec = "dqsg:bits=4",
+        pull_codec: str | Codec | None = None,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        timeout_s: float = 300.0,
+    ) -> None:
+        check_optimizer(optimizer)
+        check_model(model)
+        check_numbers(optimizer, local, period, warmup_steps, seed, timeout_s)
+        self.period, self.warmup_steps, self.local, self.seed = period, warmup_steps, local, seed
+        self.codec = chosen_codec(codec, "codec")
+        self.pull_codec = PLAIN if pull_codec is None else chosen_pull_codec(pull_codec)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optimizer, self.lane = optimizer, Lane(own_group(group, timeout_s))
+        self.flat = Flat(self.param_groups, model, self.lane.group.size())
+        more = {
+            "laconic": __version__,
+            "groups": str(settings_of(self.param_groups)),
+            "parameters": "\n".join(self.flat.lines()),
+        }
+        agree({**self._settings(), **more}, self.lane.group, self.flat.device)
+        same_start(model, self.lane.group)
+        self._replica = Replica(self.flat, local, period)
+        self._masters = Masters(self.flat, optimizer, self._replica.own, self.lane, seed)
+        self._gradients = self.flat.empty(), self.flat.empty()  # one is sent, one is filled
+        self._steps, self._pulls, self._swapped = 0, 0, False
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take this rank's gradients; on all ranks."""
+        self._check_step(closure)
+        t, mine = self._steps, self._replica
+        self._masters.wait(t)  # the push before the last one has this buffer
+        g = self._gradients[t % 2]
+        self.flat.read_gradients(g)
+        spoilt = self._clean(g)
+        if t < self.warmup_steps:
+            self._start(g, spoilt, PLAIN, PLAIN)
+            self._masters.wait(t)
+            mine.take_as_they_are()
+        else:
+            if mine.coming:
+                self._masters.wait(t - 1)
+            mine.move(g, spoilt, self.param_groups)
+            pulls = (t - self.warmup_steps + 1) % self.period == 0
+            self._start(g, spoilt, self.codec, self.pull_codec if pulls else None)
+            mine.coming = pulls
+            self._pulls += pulls
+        self.flat.write(mine.own)
+        self._steps += 1
+
+    def _check_step(self, closure: object) -> None:
+        if closure is not None:
+            raise ConfigError("step() takes no closure: call backward() first, then step()")
+        if self._swapped:
+            raise ConfigError("step() inside global_weights(): leave the with block first")
+        trained = sum(p.requires_grad for group in self.param_groups for p in group["params"])
+        if trained != len(self.flat.parameters):
+            raise ConfigError(
+                "the optimizer's trainable parameters have changed: freeze, unfreeze and add "
+                "parameters before making the schedule"
+            )
+        self._masters.raise_errors()
+        self.optimizer._opt_called = True  # pyright: ignore (schedulers of its own look at this)
+
+    def _clean(self, g: Tensor) -> Tensor:
+        """Undo the loss scale; 1 if the gradient is not finite, which then becomes zero."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            g.mul_(1 / scale)
+        spoilt = ~finite_everywhere(g)
+        if found is not None:
+            spoilt |= found.to(g.device).view(1) > 0
+        g.masked_fill_(spoilt, 0.0)
+        return spoilt.to(torch.float32)
+
+    def _start(self, g: Tensor, spoilt: Tensor, codec: Codec, pull_codec: Codec | None) -> None:
+        self._masters.start(
+            Round(
+                step=self._steps,
+                g=g,
+                spoilt=spoilt,
+                settings=settings_of(self.param_groups),  # as they are now: schedulers go on
+                codec=codec,
+                pull_codec=pull_codec,
+                before=self._replica.pulled,
+                out=self._replica.next,
+            )
+        )
+
+    def wait(self) -> None:
+        """Until nothing is on its way; errors of the communication thread are raised here."""
+        self._masters.wait_for_all()
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """The model has the master weights, the same bits on all ranks; its own ones afterwards.
+
+        For evaluation and checkpoints. All ranks must enter: the weights are gathered, exactly.
+        What is done to the parameters in here is forgotten.
+        """
+        self.wait()
+        room = self._gradients[0]  # nothing is on its way
+        self._masters.gather(self._steps, room)
+        self.flat.write(room)
+        self._swapped = True
+        try:
+            yield
+        finally:
+            self._swapped = False
+            self.flat.write(self._replica.own)
+
+    def stats(self) -> SSDStats:
+        """Bytes, times and counts so far; `wait()` first to count what is on its way."""
+        return SSDStats(
+            steps=self._steps,
+            pulls=self._pulls,
+            skipped_steps=self._masters.shard.skipped_steps,
+            skipped_shards=self._masters.shard.skipped_shards,
+            sent_bytes=self.lane.traffic.sent_bytes,
+            plain_bytes=self.lane.plain_bytes,
+            exchange_seconds=self.lane.seconds,
+            wire_seconds=self.lane.traffic.wire_seconds,
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the schedule is made."""
+        if hasattr(self, "flat"):
+            raise ConfigError("add parameter groups to the optimizer before making the schedule")
+        super().add_param_group(param_group)
+
+    def _settings(self) -> dict[str, str]:
+        return {
+            "optimizer": type(self.optimizer).__name__,
+            "period": str(self.period),
+            "warmup_steps": str(self.warmup_steps),
+            "local": str(self.local),
+            "codec": str(self.codec),
+            "pull_codec": str(self.pull_codec),
+            "seed": str(self.seed),
+        }
+
+    def _identity(self) -> dict[str, str]:
+        """What a saved state must agree with."""
+        group = self.lane.group
+        of_rank = {"values": self.flat.numel, "ranks": group.size(), "rank": group.rank()}
+        return {**self._settings(), **{name: str(value) for name, value in of_rank.items()}}
+
+    def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Everything of this rank, its weights too; save it on every rank. Waits first."""
+        self.wait()
+        codec: Any = self.codec
+        return {
+            "identity": self._identity(),
+            "step": self._steps,
+            "pulls": self._pulls,
+            "replica": self._replica.state_dict(),
+            "shard": self._masters.shard.state_dict(),
+            "memory": codec.state_dict() if codec.remembers else None,
+            "param_groups": settings_of(self.param_groups),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Go on from this rank's state_dict, to the bit; the model gets its weights, too."""
+        self.wait()
+        check_identity(self._identity(), state_dict["identity"])
+        self._steps, self._pulls = int(state_dict["step"]), int(state_dict["pulls"])
+        self._replica.load_state_dict(state_dict["replica"])
+        self._masters.shard.load_state_dict(state_dict["shard"])
+        codec: Any = self.codec
+        if codec.remembers:
+            codec.load_state_dict(state_dict["memory"])
+        for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(settings)
+        self.flat.write(self._replica.own)

@@ -1,0 +1,100 @@
+"""What SSD refuses, each with a sentence, and how all ranks start from the same weights."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from laconic.codecs import Codec, codec
+from laconic.errors import ConfigError
+from laconic.exchanges import ScatterReduce
+from laconic.schedules._rules import LocalRule
+
+
+def chosen_codec(spec: str | Codec, name: str) -> Codec:
+    """The codec of a text; ConfigError if owners of chunks cannot decode it."""
+    if isinstance(spec, str) and "@" in spec:
+        raise ConfigError(
+            f"{name}={spec!r}: the schedule is an exchange itself; leave out what is behind the @"
+        )
+    own = codec(spec)
+    ScatterReduce().check(own)
+    return own
+
+
+def chosen_pull_codec(spec: str | Codec) -> Codec:
+    """The same for weights."""
+    own = chosen_codec(spec, "pull_codec")
+    if own.remembers:
+        raise ConfigError(
+            "pull_codec sends differences to what all ranks have, which contain what was lost "
+            "before: feedback would add it twice; use the codec inside, without feedback(...)"
+        )
+    return own
+
+
+def check_model(model: nn.Module) -> None:
+    """ConfigError for a model that exchanges by itself, or without a process group."""
+    if not dist.is_initialized():
+        raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
+    for part in model.modules():
+        if isinstance(part, DistributedDataParallel):
+            raise ConfigError(
+                "give the module itself, not its DistributedDataParallel: the schedule exchanges "
+                "gradients, and DDP would do it a second time"
+            )
+        if fsdp and isinstance(part, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
+            raise ConfigError(
+                "every rank needs a whole model of its own, which FSDP cuts: use lc.compress for it"
+            )
+
+
+def check_numbers(
+    optimizer: Optimizer,
+    local: LocalRule | None,
+    period: int,
+    warmup_steps: int,
+    seed: int,
+    timeout_s: float,
+) -> None:
+    """ConfigError for what cannot work."""
+    for name, value, least in (
+        ("period", period, 1),
+        ("warmup_steps", warmup_steps, 0),
+        ("seed", seed, 0),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name} must be an integer from {least}, not {value!r}")
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
+    if local is not None and not isinstance(local, LocalRule):
+        raise ConfigError(f"local must be GLU(), DCASGD(), LocalSGDRule() or None, not {local!r}")
+    if local is not None and any(group.get("maximize") for group in optimizer.param_groups):
+        raise ConfigError("local rules go downhill: give -loss instead of maximize=True")
+
+
+def check_identity(here: Mapping[str, str], there: Mapping[str, str]) -> None:
+    """ConfigError if a saved state is of another run."""
+    differing = [name for name in here if there.get(name) != here[name]]
+    if differing:
+        wrong = [f"{name} {there.get(name)}, not {here[name]}" for name in differing]
+        raise ConfigError(
+            f"this state has {'; '.join(wrong)}. To go on with other settings or ranks, load "
+            "weights that were saved inside global_weights()"
+        )
+
+
+def same_start(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Every rank gets the parameters and buffers of the group's first, as under DDP."""
+    first = dist.get_global_rank(group, 0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, first, group=group)
+        tensor.detach().copy_(whole)
