@@ -37,8 +37,8 @@ PAIRS = (
 FIXED = ("fp16", "qsgd:bits=4", "dqsg:bits=4", "rotate(dqsg:bits=4)", "global:bits=8")
 
 
-def on_gpu(model: nn.Module, steps: int, rank: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def on_gpu(model: nn.Module, steps: int, rank: int, optimizer: Any = None) -> list[float]:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -84,10 +84,25 @@ def like_the_cpu(rank: int) -> dict[str, bool]:
     return found
 
 
+def schedules_on_cuda(rank: int) -> dict[str, bool]:
+    found = {}
+    for codec in ("none", "dqsg:bits=4", "ecdq:error=0.05"):
+        for kind in (lc.SSD, lc.LocalSGD):
+            model = network().cuda()
+            inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            options: dict[str, Any] = {"warmup_steps": 2} if kind is lc.SSD else {"overlap": True}
+            schedule: Any = kind(inner, model, period=3, codec=codec, **options)
+            losses = on_gpu(model, 17, rank, schedule)
+            with schedule.global_weights():
+                found[f"{kind.__name__} {codec}"] = equal_everywhere(model)
+            found[f"{kind.__name__} {codec} learns"] = losses[-1] < losses[0]
+    return found
+
+
 @needs_cuda
 @pytest.mark.timeout(300)
 def test_gloo_with_four_ranks_on_one_gpu(tmp_path: Path) -> None:
-    answers = ranks.run([exchanges_on_cuda, like_the_cpu], 4, tmp_path)
+    answers = ranks.run([exchanges_on_cuda, like_the_cpu, schedules_on_cuda], 4, tmp_path)
     wrong = [
         (rank, job, name)
         for (rank, job), found in answers.items()
