@@ -90,7 +90,8 @@ def minimum() -> float:
     model = zeros().double()
     solver = torch.optim.LBFGS(
         model.parameters(),
-        max_iter=500,
+        max_iter=300,
+        history_size=50,
         tolerance_grad=1e-9,
         tolerance_change=1e-16,
         line_search_fn="strong_wolfe",

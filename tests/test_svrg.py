@@ -28,8 +28,11 @@ from laconic.codecs import Codec
 from laconic.codecs._memory import Scratch
 from laconic.exchanges import Call, Exchange
 from laconic.exchanges._transport import padded
+from laconic.schedules._finite_sum import FiniteSum
 from laconic.schedules._svrg import paper_codec
 from laconic.schedules._world import World
+
+pytestmark = pytest.mark.timeout(200)  # the first test starts the ranks for all
 
 SIZE = 3
 SHARES = (900, 600, 297)  # unequal on purpose
@@ -539,6 +542,9 @@ def test_frozen_and_unused_parameters_stay() -> None:
     lc.QSVRG(model, loss, digits(), lr=LR, steps=5).epoch()
     assert all(map(torch.equal, kept, [flat(model[name]) for name in ("unused", "frozen")]))
     assert flat(model["used"]).any()
+    out = torch.full((656,), 7.0)  # room that held other values
+    FiniteSum(model, loss, digits()).gradient(digits(), out)
+    assert not out[650:].any()
     assert all(p.grad is None for p in model.parameters())
 
 
