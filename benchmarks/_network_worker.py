@@ -30,6 +30,7 @@ DATA = Path("/usr/share/datasets/fashion-mnist")
 IMAGES, LABELS = DATA / "train-images-idx3-ubyte.gz", DATA / "train-labels-idx1-ubyte.gz"
 BATCH = 64
 FP32, FP16, COMPUTE = "fp32 (no hook)", "fp16 (torch's hook)", "compute alone"
+SSD = "ssd "
 COUNTED = ("sent_bytes", "exchange_seconds", "wire_seconds")
 UNMEASURED = 3  # steps: DDP rebuilds its buckets after the first, and kernels are compiled
 UNTIL_KAPPA = 12  # steps: the hook has measured how much gradients have in common
@@ -57,15 +58,30 @@ class Worker:
         """A model at the start, as the strategy wants it."""
         self.trained = copy.deepcopy(self.network)
         self.model: nn.Module = self.trained
-        self.handle: lc.HookState | None = None
-        if strategy != COMPUTE:
+        self.handle: Any = None
+        self.optimizer: Any = torch.optim.SGD(self.trained.parameters(), lr=0.05, momentum=0.9)
+        if strategy.startswith(SSD):
+            self.optimizer = self.handle = self.delayed(strategy)
+        elif strategy != COMPUTE:
             self.model = replicas = DistributedDataParallel(self.trained)
             if strategy == FP16:
                 replicas.register_comm_hook(None, fp16_compress_hook)
             elif strategy != FP32:
                 self.handle = lc.compress(replicas, strategy)
-        self.optimizer = torch.optim.SGD(self.trained.parameters(), lr=0.05, momentum=0.9)
         self.generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def delayed(self, strategy: str) -> lc.SSD:
+        """ "ssd k=4" or "ssd k=4 dqsg:bits=4"."""
+        _, period, *codec = strategy.split(" ")
+        return lc.SSD(
+            self.optimizer,
+            self.trained,
+            period=int(period.removeprefix("k=")),
+            warmup_steps=0,
+            local=lc.GLU(),
+            codec=codec[0] if codec else "none",
+            pull_codec=codec[0] if codec else None,
+        )
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Random images of this rank's share."""

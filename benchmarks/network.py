@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._network_worker import COMPUTE, COUNTED, DATA, FP16, FP32, IMAGES, LABELS
+from benchmarks._network_worker import COMPUTE, COUNTED, DATA, FP16, FP32, IMAGES, LABELS, SSD
 from benchmarks._rows import quantiles, save
 from laconic import lab
 
@@ -38,6 +38,15 @@ SPECS = (
     "ecdq:error=0.08,coder=rans",
 )
 ORDER = (FP32, COMPUTE, FP16, *SPECS, FP32)
+SCHEDULES = (
+    FP32,
+    COMPUTE,
+    "ecdq:error=0.08",
+    *(f"ssd k={k}" for k in (1, 2, 4, 8)),
+    "ssd k=4 dqsg:bits=4",
+    "ssd k=4 ecdq:error=0.08",
+    FP32,
+)
 _MOST, _FEWEST, _SECONDS = 40, 12, 3.0  # steps of a strategy: as many as last so long
 _PATIENCE_S = 120.0
 
@@ -52,12 +61,15 @@ def measure(run: lab.Run, net: lab.Network | None, strategy: str, steps: int) ->
     """One strategy at the present rate; all per step."""
     seconds = per_step(ask(run, {"prepare": strategy}))
     steps = steps or max(_FEWEST, min(_MOST, round(_SECONDS / seconds[-1])))
+    if strategy.startswith(SSD):
+        steps = -(-steps // 8) * 8  # whole periods
     before = net.counters() if net else ()
     answers = ask(run, {"steps": steps})
     grown = [a - b for a, b in zip(net.counters() if net else (), before, strict=True)]
     seconds = per_step(answers)
     row: dict[str, Any] = {"strategy": strategy, "steps": steps, "seconds": seconds}
     row |= quantiles(seconds)
+    row["mean_ms"] = 1e3 * statistics.mean(seconds)
     if grown:
         row["link_bytes"] = statistics.mean(one.sent_bytes for one in grown) / steps
     if all(name in answers[0] for name in COUNTED):
@@ -84,7 +96,9 @@ def compared(rate: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def measure_all(rates: list[str], steps: int, console: Console) -> list[dict[str, Any]]:
+def measure_all(
+    rates: list[str], order: tuple[str, ...], steps: int, console: Console
+) -> list[dict[str, Any]]:
     """Rows of all strategies at all rates; the workers of the lab stay up from rate to rate."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -95,9 +109,9 @@ def measure_all(rates: list[str], steps: int, console: Console) -> list[dict[str
                 for rate in group:
                     if net:
                         net.shape(*map(float, rate.split("/")))
-                    found = [measure(run, net, strategy, steps) for strategy in ORDER]
+                    found = [measure(run, net, strategy, steps) for strategy in order]
                     rows += compared(rate, found)
-                    console.print(table(rate, rows[-len(ORDER) :]))
+                    console.print(table(rate, rows[-len(order) :]))
     return rows
 
 
@@ -125,6 +139,7 @@ def table(rate: str, rows: list[dict[str, Any]]) -> Table:
     for name in (
         "ms",
         "quartiles",
+        "mean",
         "times\nfaster",
         "KB at\nthe link",
         "KB by\nstats()",
@@ -138,6 +153,7 @@ def table(rate: str, rows: list[dict[str, Any]]) -> Table:
             row["strategy"],
             f"{row['ms']:.1f}",
             f"{row['ms_q1']:.1f}-{row['ms_q3']:.1f}",
+            f"{row['mean_ms']:.1f}",
             f"{row['times_faster']:.2f}",
             *(
                 f"{row[name] / scale:.{digits}f}" if name in row else ""
@@ -174,6 +190,7 @@ def main() -> None:
         help="Mbit/s, or with the link's burst in KB as in 100/256, or loopback",
     )
     parser.add_argument("--steps", type=int, default=0, help="of each strategy; 0: by their length")
+    parser.add_argument("--schedules", action="store_true", help="SSD-SGD instead of codecs")
     parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     if not (IMAGES.exists() and LABELS.exists()):
@@ -183,9 +200,11 @@ def main() -> None:
         sys.exit(f"{lacking} Without a lab there is still --rates loopback.")
     torch.set_num_threads(1)  # as the workers; the rows name it
     console = Console(width=120)
-    rows = measure_all(options.rates, options.steps, console)
+    order = SCHEDULES if options.schedules else ORDER
+    rows = measure_all(options.rates, order, options.steps, console)
     if options.save:
-        console.print(f"saved {save('network', rows)}")
+        name = "schedules" if options.schedules else "network"
+        console.print(f"saved {save(name, rows)}")
 
 
 if __name__ == "__main__":
