@@ -23,12 +23,17 @@ class Part:
 
 def load(folder: Path = FOLDER) -> tuple[Part, Part]:
     """Training and test part."""
+    check(folder)
+    return _part(folder, "train"), _part(folder, "t10k")
+
+
+def check(folder: Path = FOLDER) -> None:
+    """Leave, saying what to do, unless the files are there."""
     if not (folder / "train-images-idx3-ubyte.gz").exists():
         raise SystemExit(
             f"Fashion-MNIST is not in {folder}: apt-get install dataset-fashion-mnist, or say "
             "where its four files are"
         )
-    return _part(folder, "train"), _part(folder, "t10k")
 
 
 def _part(folder: Path, name: str) -> Part:

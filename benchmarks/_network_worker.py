@@ -9,7 +9,6 @@ Data: Fashion-MNIST, as Debian's package dataset-fashion-mnist has it.
 from __future__ import annotations
 
 import copy
-import gzip
 import json
 import sys
 import time
@@ -17,7 +16,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,9 +23,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
+from benchmarks import _fashion
 
-DATA = Path("/usr/share/datasets/fashion-mnist")
-IMAGES, LABELS = DATA / "train-images-idx3-ubyte.gz", DATA / "train-labels-idx1-ubyte.gz"
 BATCH = 64
 FP32, FP16, COMPUTE = "fp32 (no hook)", "fp16 (torch's hook)", "compute alone"
 SSD = "ssd "
@@ -42,8 +39,8 @@ class Worker:
 
     def __init__(self, start: Path) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        self.images = torch.from_numpy(idx(IMAGES)[rank::size].reshape(-1, 784).copy())
-        self.labels = torch.from_numpy(idx(LABELS)[rank::size].astype(np.int64))
+        data, _ = _fashion.load()
+        self.images, self.labels = data.pictures[rank::size].flatten(1), data.labels[rank::size]
         self.network = network()
         if start.exists():
             self.network.load_state_dict(torch.load(start))
@@ -86,7 +83,7 @@ class Worker:
     def batch(self) -> tuple[Tensor, Tensor]:
         """Random images of this rank's share."""
         index = torch.randint(len(self.labels), (BATCH,), generator=self.generator)
-        return self.images[index].float() / 255, self.labels[index]
+        return self.images[index], self.labels[index]
 
     def train(self, steps: int) -> list[float]:
         """Seconds of every step."""
@@ -127,14 +124,6 @@ def network() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
     )
-
-
-def idx(path: Path) -> np.ndarray:
-    """An array from a file in the format of MNIST: a header of 32-bit sizes, then bytes."""
-    data = gzip.decompress(path.read_bytes())
-    dims = data[3]
-    shape = np.frombuffer(data, ">u4", dims, offset=4)
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * dims).reshape(shape)
 
 
 def main() -> None:

@@ -24,7 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._network_worker import COMPUTE, COUNTED, DATA, FP16, FP32, IMAGES, LABELS, SSD
+from benchmarks import _fashion
+from benchmarks._network_worker import COMPUTE, COUNTED, FP16, FP32, SSD
 from benchmarks._rows import quantiles, save
 from laconic import lab
 
@@ -193,8 +194,7 @@ def main() -> None:
     parser.add_argument("--schedules", action="store_true", help="SSD-SGD instead of codecs")
     parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
-    if not (IMAGES.exists() and LABELS.exists()):
-        sys.exit(f"no Fashion-MNIST in {DATA}: install Debian's package dataset-fashion-mnist")
+    _fashion.check()
     lacking = lab.missing()
     if lacking and set(options.rates) != {LOOPBACK}:
         sys.exit(f"{lacking} Without a lab there is still --rates loopback.")

@@ -70,3 +70,21 @@ def _worker(rank: int, size: int, store: str, jobs: Sequence[Job], results: Any)
                 results.join_thread()
                 os._exit(1)  # peers may wait for this rank
             dist.barrier()
+
+
+def in_groups(
+    outcomes: Callable[[Any], Any], groups: Sequence[tuple[int, ...]], rank: int
+) -> dict[int, Any]:
+    """What a rank finds in each group that it is in, by the group's size."""
+    found = {}
+    for members in groups:
+        group = dist.new_group(list(members))
+        if rank in members:
+            found[len(members)] = outcomes(group)
+    return found
+
+
+def alone(outcomes: Callable[[Any], Any], folder: Path) -> None:
+    """Once in a world of one: kernels are compiled before ranks would wait for each other."""
+    with member(0, 1, str(folder / "alone")):
+        outcomes(dist.group.WORLD)

@@ -84,14 +84,15 @@ def outcome(text: str, size: int, places: tuple[lc.Place, ...]) -> dict[str, Any
     codec, way = pair(text)
     group = dist.group.WORLD
     assert group is not None
-    space, bits, error = Scratch(), [], 0.0
+    space, bits, error, rest = Scratch(), [], 0.0, torch.empty(0)
     for step in range(STEPS):
         dtype = torch.bfloat16 if step == STEPS - 2 else torch.float32
         xs = gradients(size, step, dtype)
         x = xs[group.rank()].clone()
         call = Call(group=group, step=step, tensor=3, places=places, scratch=space)
-        way.mean(x, codec, call)
-        bits.append(hash_of(x))
+        rest = torch.arange(11.0) * (group.rank() + 1)  # travels as it is
+        way.mean(x, codec, call, rest)
+        bits.append(hash_of(torch.cat([x.float(), rest])))
         if step == STEPS - 1:
             mean = torch.stack([v.double() for v in xs]).mean(0)
             error = float((x.double() - mean).square().sum() / mean.square().sum())
@@ -99,7 +100,15 @@ def outcome(text: str, size: int, places: tuple[lc.Place, ...]) -> dict[str, Any
     if group.rank() == 1:
         x[700] = torch.nan
     way.mean(x, codec, Call(group=group, step=99, tensor=3, places=places, scratch=space))
-    return {"bits": bits, "error": error, "nan": not bool(x.isfinite().all()), "last": hash_of(x)}
+    found = {"bits": bits, "error": error, "nan": not bool(x.isfinite().all()), "last": hash_of(x)}
+    exact = torch.arange(11.0) * (size + 1) / 2
+    found["rest"] = float((rest - exact).abs().max())
+    x, rest = torch.zeros(sum(PARTS)), torch.zeros(11)
+    if group.rank() == 1:
+        rest[5] = torch.nan
+    way.mean(x, codec, Call(group=group, step=98, tensor=3, places=places, scratch=space), rest)
+    found["nan in rest"] = rest.isnan().nonzero().flatten().tolist()
+    return found
 
 
 def hash_of(x: torch.Tensor) -> int:
@@ -158,6 +167,7 @@ def test_all_ranks_hold_the_same_bits_near_the_mean(text: str, size: int, folder
         assert found[rank]["last"] == found[0]["last"]
     assert all(one["nan"] for one in found)
     assert found[0]["error"] <= allowed(text)
+    assert all(one["rest"] < 1e-5 and one["nan in rest"] == [5] for one in found)
 
 
 @pytest.mark.parametrize(

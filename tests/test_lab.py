@@ -221,6 +221,37 @@ dist.destroy_process_group()
     assert [output.stdout for output in outputs] == ["3 [6.0]\n"] * 3
 
 
+@needs_lab
+def test_hierarchical_keeps_bytes_inside_hosts() -> None:
+    """Two ranks on each of two hosts, as torchrun numbers them: links carry what stats() say."""
+    code = """
+import datetime, torch, torch.distributed as dist
+import laconic as lc
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=50))
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(1000, 400, bias=False))
+handle = lc.compress(model, "dqsg:bits=4@hierarchical")
+for step in range(5):
+    model(torch.randn(8, 1000)).square().mean().backward()
+stats = handle.stats()
+print(stats.sent_bytes, stats.local_bytes, int(model.module.weight.grad.view(torch.int32).sum()))
+dist.barrier()
+dist.destroy_process_group()
+"""
+    with lab.Lab(hosts=2) as net:
+        outputs = net.start(python(code), ranks_per_host=2).wait(timeout_s=55)
+        links = [counters.sent_bytes for counters in net.counters()]
+    said = [[int(word) for word in output.stdout.split()] for output in outputs]
+    for host, link in enumerate(links):
+        sent = sum(said[rank][0] for rank in (2 * host, 2 * host + 1))
+        start = 0 if host else 2 * 4 * 400_000  # DDP's first parameters, to the other host's ranks
+        assert sent + start < link < 1.1 * sent + 1.05 * start
+        assert sent < sum(said[rank][1] for rank in (2 * host, 2 * host + 1)) / 4
+    assert len({one[2] for one in said}) == 1  # the same bits
+
+
 FAIL = "import os, sys, time; time.sleep(600 if os.environ['RANK'] != '{}' else 0); {}"
 KINDS = [pytest.param(lab.Lab, marks=needs_lab), lab.Loopback]
 

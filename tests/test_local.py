@@ -685,8 +685,8 @@ def test_the_exchange_is_called_as_it_should_be(uses: ranks.Answers) -> None:
 
 def test_refusals_say_what_works(uses: ranks.Answers) -> None:
     for found in of_all(uses, "refused"):
-        assert "without DistributedDataParallel" in found["ddp"]
-        assert "without DistributedDataParallel" in found["inside"]
+        assert "not its DistributedDataParallel" in found["ddp"]
+        assert "not its DistributedDataParallel" in found["inside"]
         assert "6 parameters that are not in the model" in found["other"]
         assert "float32, float16 or bfloat16" in found["double"]
         assert "True or False" in found["policy"]
@@ -738,7 +738,7 @@ def test_what_it_wraps() -> None:
     opt: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(lc.ConfigError, match="wraps a torch optimizer"):
         lc.LocalSGD(model, model)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(lc.ConfigError, match="takes the module after the optimizer"):
+    with pytest.raises(lc.ConfigError, match="give a torch.nn.Module, not SGD"):
         lc.LocalSGD(opt, opt)
 
 

@@ -5,17 +5,15 @@ One set of five processes, over Gloo, runs all cases in groups of 1, 2, 3 and 5 
 
 from __future__ import annotations
 
-import traceback
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from helpers import assert_same_bits, device_of, kernels
-from ranks import member
 from torch import Tensor
 
 import laconic as lc
@@ -82,17 +80,8 @@ def promised(numel: int, levels: int, n: int, pieces: int, rank: int) -> int:
     return sent
 
 
-def worker(rank: int, store: str, results: Any) -> None:
-    with member(rank, WORLD, store):
-        try:
-            found: dict[Any, Any] = {}
-            for members in GROUPS:
-                group = dist.new_group(list(members))
-                if rank in members:
-                    found[len(members)] = outcomes(group)
-            results.put((rank, found))
-        except Exception:
-            results.put((rank, traceback.format_exc()))
+def everywhere(rank: int) -> dict[int, Any]:
+    return ranks.in_groups(outcomes, GROUPS, rank)
 
 
 def difference(got: Tensor, want: Tensor) -> str:
@@ -195,37 +184,13 @@ def pieces_ahead(group: Any) -> list[int]:
     return seen
 
 
-def compile_kernels(store: str) -> None:
-    """Once, and before there are ranks that would wait for those that still compile."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    outcomes(dist.group.WORLD)
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What every rank found, in every group that it is in; its size names a group."""
-    context = mp.get_context("spawn")
-    results = context.Queue()
     folder = tmp_path_factory.mktemp("ring")
-    compile_kernels(str(folder / "alone"))
-    store = str(folder / "store")
-    started = [context.Process(target=worker, args=(rank, store, results)) for rank in range(WORLD)]
-    for process in started:
-        process.start()
-    answers = {}
-    try:
-        for _ in started:
-            rank, answer = results.get(timeout=200)
-            assert not isinstance(answer, str), answer
-            answers[rank] = answer
-        for process in started:
-            process.join(60)
-            assert process.exitcode == 0
-    finally:
-        for process in started:
-            process.kill()
-    return answers
+    ranks.alone(outcomes, folder)
+    answers = ranks.run([everywhere], WORLD, folder)
+    return {rank: answers[rank, "everywhere"] for rank in range(WORLD)}
 
 
 def found_in(found: Found, members: tuple[int, ...]) -> list[dict[str, Any]]:

@@ -6,15 +6,12 @@ One set of three processes, over Gloo, runs all cases in the whole group and in 
 from __future__ import annotations
 
 import math
-import traceback
 from typing import Any
 
 import pytest
+import ranks
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from helpers import assert_same_bits
-from ranks import member
 from torch import Tensor
 
 import laconic as lc
@@ -55,17 +52,8 @@ def expected(codec: Any, xs: list[Tensor], call: Call) -> Tensor:
     return total.to(xs[0].dtype)
 
 
-def worker(rank: int, store: str, results: Any) -> None:
-    with member(rank, WORLD, store):
-        try:
-            found: dict[int, Any] = {}
-            for members in GROUPS:
-                group = dist.new_group(list(members))
-                if rank in members:
-                    found[len(members)] = outcomes(group)
-            results.put((rank, found))
-        except Exception:
-            results.put((rank, traceback.format_exc()))
+def everywhere(rank: int) -> dict[int, Any]:
+    return ranks.in_groups(outcomes, GROUPS, rank)
 
 
 def difference(got: Tensor, want: Tensor) -> str:
@@ -117,37 +105,13 @@ def draws(group: Any, codec: lc.Codec, space: Scratch) -> tuple[list[float], flo
     return (total / STEPS).tolist(), error / STEPS
 
 
-def compile_kernels(store: str) -> None:
-    """Once, and before there are ranks that would wait for those that still compile."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    outcomes(dist.group.WORLD)
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What every rank found, in every group that it is in; its size names a group."""
-    context = mp.get_context("spawn")
-    results = context.Queue()
     folder = tmp_path_factory.mktemp("sparse")
-    compile_kernels(str(folder / "alone"))
-    store = str(folder / "store")
-    started = [context.Process(target=worker, args=(rank, store, results)) for rank in range(WORLD)]
-    for process in started:
-        process.start()
-    answers = {}
-    try:
-        for _ in started:
-            rank, answer = results.get(timeout=200)
-            assert not isinstance(answer, str), answer
-            answers[rank] = answer
-        for process in started:
-            process.join(60)
-            assert process.exitcode == 0
-    finally:
-        for process in started:
-            process.kill()
-    return answers
+    ranks.alone(outcomes, folder)
+    answers = ranks.run([everywhere], WORLD, folder)
+    return {rank: answers[rank, "everywhere"] for rank in range(WORLD)}
 
 
 def found_in(found: Found, members: tuple[int, ...]) -> list[dict[str, Any]]:

@@ -410,7 +410,7 @@ def test_ranks_refuse_together(answers: ranks.Answers) -> None:
     assert "disagree on lr (rank 0: 0.3; rank 1: 0.6; rank 2" in heard["lr"]
     assert "disagree on steps (ranks 0, 1: 5; rank 2: 6)" in heard["steps"]
     assert "ranks have [4, 0, 4]" in heard["empty"]
-    assert "not DistributedDataParallel" in heard["ddp"]
+    assert "not its DistributedDataParallel" in heard["ddp"]
 
 
 def test_nan_on_one_rank_is_seen_by_all(answers: ranks.Answers) -> None:
@@ -567,8 +567,8 @@ def make(model: nn.Module | None = None, data: Any = None, **other: Any) -> lc.Q
     [
         ({"lr": 0.0}, "lr must be a positive number"),
         ({"lr": math.nan}, "lr must be a positive number"),
-        ({"steps": 0}, "steps must be a positive integer"),
-        ({"batch_size": True}, "batch_size must be a positive integer"),
+        ({"steps": 0}, "steps must be an integer from 1"),
+        ({"batch_size": True}, "batch_size must be an integer from 1"),
         ({"snapshot": "best"}, "'mean' or 'last'"),
         ({"codec": "ndqsg"}, "use dqsg"),
         ({"codec": "qsgd@allreduce"}, "do not add up"),

@@ -54,7 +54,23 @@ def test_received_bytes_decode_as_sent(spec: str, dtype: torch.dtype) -> None:
         codec, wire, _ = wire_of(spec, x)
         again = parse(wire.data.clone(), shape, dtype)
         assert again.header == wire.header and again.nbytes == wire.data.numel()
+        assert wire.length().tolist() == [wire.nbytes]
         assert_same_bits(decode(codec, again, x), decode(codec, wire, x))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_trusted_wire_decodes_without_its_header(spec: str) -> None:
+    """Lengths are still looked at."""
+    codec, wire, x = wire_of(spec)
+    data = wire.data.clone()
+    data[:HEADER_BYTES] = 0
+    trusted = codec.trust(data, key=KEY, shape=x.shape, dtype=x.dtype)
+    assert_same_bits(decode(codec, trusted, x), decode(codec, wire, x))
+    for wrong in (data[: HEADER_BYTES - 1], torch.cat([data, data[:16]])):
+        if wire.header.coder and wrong.numel() > data.numel():
+            continue  # its own table says how long it is
+        with pytest.raises(lc.WireError, match="should have"):
+            codec.trust(wrong, key=KEY, shape=x.shape, dtype=x.dtype)
 
 
 @pytest.mark.parametrize("spec", SPECS)

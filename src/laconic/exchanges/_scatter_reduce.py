@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from laconic._wire import Wire
 from laconic.codecs import Codec, Place
 from laconic.errors import ConfigError
 from laconic.exchanges._base import Call, Exchange
@@ -58,6 +59,15 @@ class ScatterReduce(Exchange):
         total = call.scratch.take("sum", chunks[rank].numel(), x.device, torch.float32)
         scatter(chunks, first, call, total, places=places, rest=plain, rest_out=plain[rank])
         gather(total, half, call, chunks, places=places, rest=plain)
+
+
+def kappa(own: float, mean: float, error: float) -> float:
+    """κ = ‖mean‖²/‖own‖², at most 1, from two-norms; 0 if they do not tell.
+
+    The decoded mean's error adds error·‖mean‖² to its squared norm, which is taken off.
+    """
+    value = (mean / own) ** 2 / (1 + error) if own > 0 else 0.0
+    return min(value, 1.0) if value > 0 else 0.0  # NaN is no value
 
 
 def gain(nk: float) -> float:
@@ -111,11 +121,14 @@ def gather(
     *,
     places: Sequence[Sequence[Place]],
     rest: Sequence[Tensor],
+    wire: Wire | None = None,
 ) -> None:
-    """Every rank's `mine`, encoded once, becomes its chunk on all ranks; plain values likewise."""
+    """Every rank's `mine`, encoded once, becomes its chunk on all ranks; plain values likewise.
+
+    `wire` is that of `mine`, where the caller has needed it before.
+    """
     rank, counts = call.rank, [chunk.numel() for chunk in chunks]
-    wire = None
-    if counts[rank]:
+    if wire is None and counts[rank]:
         wire = encode(codec, mine, call.key(rank, rank, 1), places[rank], call)
     sizes = Sizes.of(codec, counts, places, mine.dtype)
     plain = [part.numel() for part in rest]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, pair
-from laconic.integrations._policy import Choice
+from laconic.exchanges._policy import Choice
 
 
 class Choices(dict[str, tuple[Codec, Exchange]]):

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from laconic.exchanges._ratio import HasRatio
+
 
 @dataclass(frozen=True, kw_only=True)
-class Stats:
+class Stats(HasRatio):
     """What one rank has done so far."""
 
     steps: int
@@ -18,11 +20,6 @@ class Stats:
     wire_seconds: float  # of these, in collectives, waiting for other ranks included
     local_bytes: int = 0  # inside nodes, where the exchange knows them; not in sent_bytes
     kappa: float | None = None  # ‖mean‖²/‖own gradient‖², where a budget made it worth measuring
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer bytes."""
-        return self.plain_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
 
 class Handle(Protocol):

@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
+from laconic.exchanges._policy import Chooser
 from laconic.integrations._common import Handle
 from laconic.integrations._ddp import comm_hook
 from laconic.integrations._fsdp import FSDPHandle, is_fsdp
-from laconic.integrations._policy import Chooser
 from laconic.integrations._state import HookState
 
 

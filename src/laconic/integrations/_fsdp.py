@@ -15,11 +15,11 @@ from laconic.codecs import Codec, codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, ScatterReduce
 from laconic.exchanges._agree import agree
+from laconic.exchanges._policy import Chooser, Policy
 from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import Stats
 from laconic.integrations._fsdp_comms import AllGather, ReduceScatter, Replicas
 from laconic.integrations._fsdp_unit import Run, Unit, groups_of, piece_of, unit_of
-from laconic.integrations._policy import Chooser, Policy
 
 _BETWEEN = ("shards", "replicas", "both")
 

@@ -19,7 +19,17 @@ from laconic.integrations._fsdp_layout import Gathered, Plan, places
 from laconic.integrations._fsdp_unit import Unit
 
 
-class ReduceScatter:
+class _FSDPBuffers:
+    """FSDP's collectives bring their memory along."""
+
+    plain: Any
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP's buffers, as without us."""
+        return self.plain.allocate(size, dtype=dtype, device=device)
+
+
+class ReduceScatter(_FSDPBuffers):
     """Gradients inside a shard group: the first half of scatter-reduce.
 
         shard_j = Σ_i Q(x_i)_j / n, with rank j's own x_j exact, in fp32
@@ -32,10 +42,6 @@ class ReduceScatter:
 
     def __init__(self, unit: Unit, codecs: Mapping[str, Codec], plain: Any) -> None:
         self.unit, self.codecs, self.plain = unit, codecs, plain
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP's buffers, as without us."""
-        return self.plain.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -85,7 +91,7 @@ class ReduceScatter:
             plain = ()  # they have travelled
 
 
-class AllGather:
+class AllGather(_FSDPBuffers):
     """Weights inside a shard group: every rank's shard, encoded once, decoded by all ranks.
 
     The owner decodes its own wire, too, so all ranks compute with the same weights; optimizer and
@@ -97,10 +103,6 @@ class AllGather:
 
     def __init__(self, unit: Unit, codec: Codec, plain: Any) -> None:
         self.unit, self.codec, self.plain = unit, codec, plain
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP's buffers, as without us."""
-        return self.plain.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.exchanges._scatter_reduce import kappa
+
 _EVERY = 16  # steps between two measurements: two more reads of the tensor each
 _LOOK, _USE = 2, 10  # of every sixteen: DDP's buckets are as they stay, and 8 steps later
 
 
 @dataclass
 class _Pending:
-    """Squared norms of x and of the mean, on their way to the host."""
+    """Norms of x and of the decoded mean, on their way to the host."""
 
     norms: Tensor
+    error: float  # of the mean, as it was asked for
     arrived: Any  # a CUDA event, or None
 
 
@@ -57,8 +60,7 @@ class Kappa:
         torch.linalg.vector_norm(x, dtype=torch.float32, out=norms[0])
         yield
         torch.linalg.vector_norm(x, dtype=torch.float32, out=norms[1])
-        norms[1] /= (1 + error) ** 0.5
-        self._pending[tensor] = _to_host(norms)
+        self._pending[tensor] = _to_host(norms, error)
 
     def state_dict(self) -> dict[str, Any]:
         """Values in use, and measured ones that are not yet."""
@@ -69,22 +71,21 @@ class Kappa:
         """Go on from a state_dict."""
         self._values = {int(tensor): float(value) for tensor, value in state["used"].items()}
         self._pending = {
-            int(tensor): _Pending(torch.tensor([1.0, float(value) ** 0.5]), None)
+            int(tensor): _Pending(torch.tensor([1.0, float(value) ** 0.5]), 0.0, None)
             for tensor, value in state["waiting"].items()
         }
 
 
-def _to_host(norms: Tensor) -> _Pending:
+def _to_host(norms: Tensor, error: float) -> _Pending:
     if norms.device.type != "cuda":
-        return _Pending(norms, None)
+        return _Pending(norms, error, None)
     host = torch.empty(2, dtype=torch.float32, pin_memory=True)
     host.copy_(norms, non_blocking=True)
-    return _Pending(host, torch.cuda.current_stream(norms.device).record_event())
+    return _Pending(host, error, torch.cuda.current_stream(norms.device).record_event())
 
 
 def _value(pending: _Pending) -> float:
     if pending.arrived is not None:
         pending.arrived.synchronize()
     own, mean = pending.norms.tolist()
-    value = (mean / own) ** 2 if own > 0 else 0.0
-    return min(value, 1.0) if value > 0 else 0.0  # NaN is no value
+    return kappa(own, mean, pending.error)

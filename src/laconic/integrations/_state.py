@@ -18,10 +18,10 @@ from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import lanes
+from laconic.exchanges._policy import Chooser, Policy
 from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import Stats
 from laconic.integrations._kappa import Kappa
-from laconic.integrations._policy import Chooser, Policy
 
 _MOST_FILLED = 1 / 64  # of a load, zeros that are encoded to save copying
 

@@ -63,11 +63,7 @@ class Lab:
 
     def __exit__(self, *error: object) -> None:
         """Take them away, and all that runs on them."""
-        network, handlers = self._open.pop()
-        try:
-            network.close()
-        finally:
-            _signals.restore(handlers)
+        _signals.close_last(self._open)
 
 
 class Network:

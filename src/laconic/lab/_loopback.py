@@ -34,11 +34,7 @@ class Loopback:
 
     def __exit__(self, *error: object) -> None:
         """Kill what runs."""
-        network, handlers = self._open.pop()
-        try:
-            network.close()
-        finally:
-            _signals.restore(handlers)
+        _signals.close_last(self._open)
 
 
 class LoopbackNetwork:

@@ -61,3 +61,12 @@ def _main_thread() -> bool:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+def close_last(opened: list[tuple[Any, dict[signal.Signals, Any]]]) -> None:
+    """Close the network that was opened last; signals are as before it, whatever happens."""
+    network, handlers = opened.pop()
+    try:
+        network.close()
+    finally:
+        restore(handlers)

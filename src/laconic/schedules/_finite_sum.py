@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset, default_collate
 
 from laconic._wire import DTYPES
 from laconic.codecs import Place
 from laconic.errors import ConfigError
+from laconic.schedules._module import check_module
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -140,13 +139,7 @@ def _check_columns(columns: tuple[Any, ...]) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
-    if isinstance(model, DistributedDataParallel):
-        raise ConfigError(
-            "pass the module itself, not DistributedDataParallel: QSVRG exchanges by itself"
-        )
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
-    if fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in model.modules()):
-        raise ConfigError("QSVRG needs whole parameters on every rank: not after fully_shard")
+    check_module(model)
     for name, layer in model.named_modules():
         _check_layer(name or type(layer).__name__, layer)
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laconic._wire import DTYPES
 from laconic.codecs import Place
 from laconic.errors import ConfigError
 from laconic.exchanges._wires import chunk_edges
 
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Flat:
@@ -102,7 +102,7 @@ def _check(p: Tensor, first: Tensor, name: str | None) -> None:
         raise ConfigError(
             "the optimizer has a parameter that the model has not: give the model that it trains"
         )
-    if p.dtype not in _DTYPES:
+    if p.dtype not in DTYPES:
         raise ConfigError(
             f"{name} is {p.dtype}: master weights are fp32, for fp32, bf16 and fp16 models"
         )

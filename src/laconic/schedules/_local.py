@@ -17,20 +17,17 @@ from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, pair
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import Lane, own_group
-from laconic.schedules._local_checks import check, delay_of, whole
+from laconic.exchanges._policy import Chooser, Policy
+from laconic.exchanges._ratio import HasRatio
+from laconic.schedules._local_checks import check, delay_of
 from laconic.schedules._local_mean import Mean, Route
-from laconic.schedules._local_vector import (
-    Chooser,
-    Vector,
-    broadcast,
-    forget_broken,
-    worth_encoding,
-)
+from laconic.schedules._local_vector import Vector, forget_broken
+from laconic.schedules._module import same_start, whole
 from laconic.schedules._outer import Outer
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalStats:
+class LocalStats(HasRatio):
     """What one rank has done so far; bytes and seconds since the schedule was made."""
 
     steps: int
@@ -41,11 +38,6 @@ class LocalStats:
     wire_seconds: float  # in collectives, waiting for other ranks included
     local_bytes: int = 0  # inside nodes, where the exchange knows them; not in sent_bytes
     kappa: float | None = None  # ‖mean‖²/‖own progress‖², where a budget made it worth measuring
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer bytes."""
-        return self.plain_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
 
 class LocalSGD(torch.optim.Optimizer):
@@ -118,11 +110,11 @@ class LocalSGD(torch.optim.Optimizer):
         self.delay = delay_of(overlap, overlap_steps, self.period)
         if not dist.is_initialized():
             raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
-        self._vector = Vector(optimizer, model, policy or worth_encoding, buffers)
+        self._vector = Vector(optimizer, model, policy or Policy(), buffers)
         self._lane = Lane(own_group(group, timeout_s))
         self._agree()
         self.exchange.prepare(self._lane.group)
-        broadcast(model, self._lane.group, self._vector.device)
+        same_start(model, self._lane.group)
         self._base = self._vector.read(self._vector.empty())  # x_t, and the common buffers
         self._start = self._base.clone()  # own progress is counted from here
         self._message = self._vector.empty()

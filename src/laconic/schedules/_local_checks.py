@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import ConfigError
+from laconic.schedules._module import check_module, whole
 from laconic.schedules._outer import Outer
 
 
 def check(optimizer: object, model: nn.Module, outer: object) -> None:
     """ConfigError, with what works, for what LocalSGD cannot wrap."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
-    sharded = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"LocalSGD takes the module after the optimizer, not {model!r:.60}")
-    for part in model.modules():
-        if isinstance(part, DistributedDataParallel):
-            raise ConfigError(
-                "LocalSGD exchanges by itself: give it the module without DistributedDataParallel"
-            )
-        if isinstance(part, sharded):
-            raise ConfigError(
-                "LocalSGD needs whole weights on every rank, and FSDP shards them: give it a plain "
-                "module, or use lc.compress with FSDP2"
-            )
+    check_module(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             "LocalSGD wraps a torch optimizer, such as SGD or AdamW, not "
@@ -37,13 +22,6 @@ def check(optimizer: object, model: nn.Module, outer: object) -> None:
         raise ConfigError(
             f"outer must be None (plain averaging), lc.Nesterov() or lc.HeavyBall(), not {outer!r}"
         )
-
-
-def whole(name: str, value: object, least: int) -> int:
-    """value, if it is an integer from `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be an integer from {least}, not {value!r}")
-    return value
 
 
 def delay_of(overlap: bool, steps: int | None, period: int) -> int:

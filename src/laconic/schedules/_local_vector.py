@@ -6,15 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from laconic._wire import DTYPES
 from laconic.codecs import Place
 from laconic.errors import ConfigError
-
-Chooser = Callable[[str, nn.Parameter], Any]  # True: travels encoded; False: as it is
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from laconic.exchanges._policy import Chooser
 
 
 class Pack:
@@ -116,21 +113,6 @@ class Vector:
             parameter.grad.copy_(part)
 
 
-def worth_encoding(name: str, parameter: nn.Parameter) -> bool:
-    """Matrices (and larger arrays) of 10,000 values or more, as in `laconic.Policy`."""
-    return parameter.dim() >= 2 and parameter.numel() >= 10_000
-
-
-def broadcast(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Rank 0's parameters and buffers, frozen and integer ones too, as DDP does at its start."""
-    source = dist.get_global_rank(group, 0)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device == device and tensor.numel():
-            data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            dist.broadcast(data, source, group=group)
-            tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
-
-
 def forget_broken(state: Mapping[Any, Any]) -> None:
     """A parameter's momentum or moments that are not finite would spoil its next step, too."""
     for own in state.values():
@@ -149,7 +131,7 @@ def _trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[tuple[s
             "LocalSGD the module that they all belong to"
         )
     for name, p in named:
-        if p.dtype not in _DTYPES:
+        if p.dtype not in DTYPES:
             raise ConfigError(
                 f"{name} is {p.dtype}; parameters of float32, float16 or bfloat16 can be exchanged"
             )
@@ -174,7 +156,7 @@ def _statistics(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [
         (name, buffer)
         for name, buffer in model.named_buffers()
-        if buffer.dtype in _DTYPES and buffer.numel() and bool(torch.isfinite(buffer).all())
+        if buffer.dtype in DTYPES and buffer.numel() and bool(torch.isfinite(buffer).all())
     ]
 
 

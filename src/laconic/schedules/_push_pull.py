@@ -9,7 +9,7 @@ from laconic.codecs import Codec
 from laconic.exchanges import Call
 from laconic.exchanges._scatter_reduce import gather, scatter
 from laconic.exchanges._transport import no_values
-from laconic.exchanges._wires import decode, encode
+from laconic.exchanges._wires import encode
 from laconic.schedules._flat import Flat
 
 
@@ -59,12 +59,13 @@ def pull_difference(
     change = call.scratch.take("change", mine.numel(), mine.device, torch.float32)
     torch.sub(mine, was[rank], out=change)
     factors = list(torch.ones(call.size, device=mine.device).split(1))
+    wire = None
     if mine.numel():
-        key, found = call.key(rank, rank, 1), chunks[rank]
-        wire = encode(codec, change, key, places[rank], call)  # the one that gather makes again
-        decode(codec, wire.data, found, key, places[rank], change.dtype, call)
+        found = chunks[rank]
+        wire = encode(codec, change, call.key(rank, rank, 1), places[rank], call)
+        codec.decode(wire, out=found)
         factors[rank].copy_(_projection(found, change))
-    gather(change, codec, call, chunks, places=places, rest=factors)
+    gather(change, codec, call, chunks, places=places, rest=factors, wire=wire)
     for chunk, factor, old in zip(chunks, factors, was, strict=True):
         chunk.mul_(factor).add_(old)
 

@@ -17,25 +17,25 @@ from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import Lane, own_group
+from laconic.exchanges._ratio import HasRatio
 from laconic.schedules._flat import Flat
 from laconic.schedules._masters import PLAIN, Masters, Round
+from laconic.schedules._module import check_module, same_start
 from laconic.schedules._replica import Replica
 from laconic.schedules._rules import GLU, LocalRule
 from laconic.schedules._shard import check_optimizer, finite_everywhere, settings_of
 from laconic.schedules._ssd_checks import (
     check_identity,
-    check_model,
     check_numbers,
     chosen_codec,
     chosen_pull_codec,
-    same_start,
 )
 
 _DEFAULT_RULE = GLU()
 
 
 @dataclass(frozen=True, kw_only=True)
-class SSDStats:
+class SSDStats(HasRatio):
     """What one rank has done so far."""
 
     steps: int
@@ -46,11 +46,6 @@ class SSDStats:
     plain_bytes: int  # what synchronous fp32 training would have sent, in a ring
     exchange_seconds: float  # in the communication thread: codec, optimizer and wire
     wire_seconds: float  # of these, in collectives, waiting for other ranks included
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer bytes."""
-        return self.plain_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
 
 class SSD(Optimizer):
@@ -108,7 +103,9 @@ class SSD(Optimizer):
         timeout_s: float = 300.0,
     ) -> None:
         check_optimizer(optimizer)
-        check_model(model)
+        check_module(model)
+        if not dist.is_initialized():
+            raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
         check_numbers(optimizer, local, period, warmup_steps, seed, timeout_s)
         self.period, self.warmup_steps, self.local, self.seed = period, warmup_steps, local, seed
         self.codec = chosen_codec(codec, "codec")

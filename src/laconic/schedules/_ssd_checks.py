@@ -1,19 +1,16 @@
-"""What SSD refuses, each with a sentence, and how all ranks start from the same weights."""
+"""What SSD refuses, each with a sentence."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic.codecs import Codec, codec
 from laconic.errors import ConfigError
 from laconic.exchanges import ScatterReduce
+from laconic.schedules._module import whole
 from laconic.schedules._rules import LocalRule
 
 
@@ -39,23 +36,6 @@ def chosen_pull_codec(spec: str | Codec) -> Codec:
     return own
 
 
-def check_model(model: nn.Module) -> None:
-    """ConfigError for a model that exchanges by itself, or without a process group."""
-    if not dist.is_initialized():
-        raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
-    for part in model.modules():
-        if isinstance(part, DistributedDataParallel):
-            raise ConfigError(
-                "give the module itself, not its DistributedDataParallel: the schedule exchanges "
-                "gradients, and DDP would do it a second time"
-            )
-        if fsdp and isinstance(part, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
-            raise ConfigError(
-                "every rank needs a whole model of its own, which FSDP cuts: use lc.compress for it"
-            )
-
-
 def check_numbers(
     optimizer: Optimizer,
     local: LocalRule | None,
@@ -70,8 +50,7 @@ def check_numbers(
         ("warmup_steps", warmup_steps, 0),
         ("seed", seed, 0),
     ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name} must be an integer from {least}, not {value!r}")
+        whole(name, value, least)
     if not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
     if local is not None and not isinstance(local, LocalRule):
@@ -89,12 +68,3 @@ def check_identity(here: Mapping[str, str], there: Mapping[str, str]) -> None:
             f"this state has {'; '.join(wrong)}. To go on with other settings or ranks, load "
             "weights that were saved inside global_weights()"
         )
-
-
-def same_start(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Every rank gets the parameters and buffers of the group's first, as under DDP."""
-    first = dist.get_global_rank(group, 0)
-    for tensor in (*model.parameters(), *model.buffers()):
-        whole = tensor.detach().contiguous()
-        dist.broadcast(whole, first, group=group)
-        tensor.detach().copy_(whole)

@@ -17,6 +17,7 @@ from laconic.codecs import QSGD, Codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, pair
 from laconic.schedules._finite_sum import FiniteSum, Loss
+from laconic.schedules._module import whole
 from laconic.schedules._world import World
 
 _SAMPLE = 1 << 32  # phase of the draws of samples: exchanges and codecs count theirs from 0
@@ -133,9 +134,8 @@ class QSVRG:
                 "group of fewer ranks"
             )
         self._share = len(self._sum) / sum(counts)
+        self._world.same_start(self.model)
         self._sum.read(self._x)
-        self._world.take_first(self._x)
-        self._sum.show(self._x)
 
     def _settings(self) -> dict[str, str]:
         """What all ranks must have in common."""
@@ -304,8 +304,7 @@ def _check_numbers(lr: float, **counts: int) -> None:
     if not isinstance(lr, float | int) or not 0 < lr < math.inf:
         raise ConfigError(f"lr must be a positive number, not {lr!r}")
     for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ConfigError(f"{name} must be a positive integer, not {count!r}")
+        whole(name, count, 1)
 
 
 def _since(before: SVRGStats, now: SVRGStats) -> SVRGStats:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from laconic._key import Key
 from laconic.codecs import Codec, Place
@@ -16,6 +16,7 @@ from laconic.exchanges import Call, Exchange, Traffic
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import own_group
 from laconic.exchanges._transport import sum_in_place
+from laconic.schedules._module import same_start
 
 
 class World:
@@ -50,10 +51,10 @@ class World:
         dist.all_gather(numbers, torch.tensor([number], device=self._device), group=self._group)
         return [int(one) for one in numbers]
 
-    def take_first(self, x: Tensor) -> None:
-        """x becomes the first rank's."""
+    def same_start(self, model: nn.Module) -> None:
+        """All begin with the first rank's parameters and buffers."""
         if self._group is not None:
-            dist.broadcast(x, dist.get_global_rank(self._group, 0), group=self._group)
+            same_start(model, self._group)
 
     def sum(self, x: Tensor) -> None:
         """x becomes its sum over ranks, in its own precision."""
