@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PATIENCE = timedelta(seconds=60)
 Job = Callable[[int], Any]
 Answers = dict[tuple[int, str], Any]
 
@@ -51,7 +52,7 @@ def member(rank: int, size: int, store: str) -> Iterator[None]:
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=60),
+        timeout=PATIENCE,
     )
     torch.set_num_threads(1)
     yield

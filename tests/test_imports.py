@@ -23,6 +23,7 @@ LAYERS = (
     ("coders",),
     ("codecs",),
     ("exchanges",),
+    ("server",),
     ("schedules",),
     ("integrations",),
     ("planner", "lab", "report", "cli", "__main__"),

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import laconic as lc
 from laconic.schedules import LocalRule, Moment
-from laconic.schedules._shard import ELEMENTWISE
+from laconic.server._shard import ELEMENTWISE
 
 pytestmark = pytest.mark.timeout(200)  # the first test starts the ranks for all
 
@@ -143,9 +143,10 @@ def golden_rows(rank: int) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def network(dtype: torch.dtype = torch.float32, seed: int | None = None) -> nn.Sequential:
     """2458 values: three ranks own 1024, 1024 and 410."""
-    torch.manual_seed(dist.get_rank())  # ranks start from the first one's weights
+    # ranks start from the first one's weights
+    torch.manual_seed(dist.get_rank() if seed is None else seed)
     return nn.Sequential(nn.Linear(40, 48), nn.Tanh(), nn.Linear(48, 10)).to(dtype)
 
 
@@ -801,7 +802,7 @@ def test_training_goes_on_while_pushes_are_on_their_way() -> None:
     for slope in (1.0, 2.0, 4.0):
         if slope == 4.0:
             assert model.w.item() == 0.0
-            assert not any(ticket._future.done() for ticket in masters._tickets)
+            assert not any(ticket._future.done() for ticket in masters.turns._tickets)
             threading.Timer(0.3, gate.set).start()  # step 2 needs what has not come yet
         opt.zero_grad()
         (slope * model.w).backward()

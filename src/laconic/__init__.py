@@ -1,5 +1,6 @@
 """laconic: data-parallel PyTorch training over thin wires."""
 
+from laconic import server
 from laconic._key import Key
 from laconic._version import __version__
 from laconic._wire import Wire
@@ -22,12 +23,13 @@ from laconic.codecs import (
     codecs,
     wrappers,
 )
-from laconic.errors import ConfigError, LaconicError, WireError
+from laconic.errors import ConfigError, LaconicError, LostError, WireError
 from laconic.exchanges import (
     AllGather,
     AllReduce,
     Exchange,
     Hierarchical,
+    Nested,
     Ring,
     ScatterReduce,
     Sparse,
@@ -36,7 +38,17 @@ from laconic.exchanges import (
     pair,
 )
 from laconic.integrations import FSDPHandle, Handle, HookState, Policy, Stats, comm_hook, compress
-from laconic.schedules import DCASGD, GLU, QSVRG, SSD, HeavyBall, LocalSGD, LocalSGDRule, Nesterov
+from laconic.schedules import (
+    DCASGD,
+    GLU,
+    QSVRG,
+    SSD,
+    AsyncSGD,
+    HeavyBall,
+    LocalSGD,
+    LocalSGDRule,
+    Nesterov,
+)
 
 __all__ = [
     "BF16",
@@ -51,6 +63,7 @@ __all__ = [
     "SSD",
     "AllGather",
     "AllReduce",
+    "AsyncSGD",
     "Codec",
     "ConfigError",
     "Exchange",
@@ -66,6 +79,8 @@ __all__ = [
     "LaconicError",
     "LocalSGD",
     "LocalSGDRule",
+    "LostError",
+    "Nested",
     "Nesterov",
     "Place",
     "Policy",
@@ -86,5 +101,6 @@ __all__ = [
     "compress",
     "exchanges",
     "pair",
+    "server",
     "wrappers",
 ]

@@ -11,3 +11,7 @@ class ConfigError(LaconicError, ValueError):
 
 class WireError(LaconicError, ValueError):
     """Bytes that no encoder with these settings could have produced."""
+
+
+class LostError(LaconicError, ConnectionError):
+    """Another rank ended, hung or was cut off: what was to come from it will not come."""

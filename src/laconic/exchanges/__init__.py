@@ -6,6 +6,7 @@ from laconic.exchanges._allgather import AllGather
 from laconic.exchanges._allreduce import AllReduce
 from laconic.exchanges._base import Call, Exchange, Traffic
 from laconic.exchanges._hierarchical import Hierarchical
+from laconic.exchanges._nested import Nested
 from laconic.exchanges._pair import default_exchange, exchange, exchanges, pair
 from laconic.exchanges._ring import Ring
 from laconic.exchanges._scatter_reduce import ScatterReduce
@@ -18,6 +19,7 @@ __all__ = [
     "Call",
     "Exchange",
     "Hierarchical",
+    "Nested",
     "Ring",
     "ScatterReduce",
     "Sparse",

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -55,6 +55,7 @@ class Call:
     `tensor` is a number that all ranks give this tensor and no other one at this step; `places` say
     which parameters it holds, for codecs with a step or a memory for each. `first_chunk` is the
     number of its first chunk: sub-groups that share a tensor's parts draw with chunks of their own.
+    `memory` is what an exchange remembers of its tensors: give the same one at every step.
     """
 
     group: dist.ProcessGroup
@@ -65,6 +66,7 @@ class Call:
     places: tuple[Place, ...] = ()
     kappa: float = 0.0  # ‖mean‖²/‖x‖² as last measured; 0 if it was not
     known: set[Hashable] = field(default_factory=set, compare=False)  # wires that were as expected
+    memory: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # kept by the caller
     scratch: Scratch = field(default_factory=Scratch, compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 

@@ -10,6 +10,7 @@ from laconic.exchanges._allgather import AllGather
 from laconic.exchanges._allreduce import AllReduce
 from laconic.exchanges._base import Exchange
 from laconic.exchanges._hierarchical import Hierarchical
+from laconic.exchanges._nested import Nested
 from laconic.exchanges._ring import Ring
 from laconic.exchanges._scatter_reduce import ScatterReduce
 from laconic.exchanges._sparse import Sparse
@@ -17,7 +18,7 @@ from laconic.exchanges._tree import Tree
 
 _BY_NAME: dict[str, type[Exchange]] = {
     kind.name: kind
-    for kind in (AllReduce, ScatterReduce, AllGather, Tree, Ring, Sparse, Hierarchical)
+    for kind in (AllReduce, ScatterReduce, AllGather, Tree, Ring, Sparse, Hierarchical, Nested)
 }
 
 
@@ -39,9 +40,14 @@ def exchanges() -> list[str]:
 
 
 def default_exchange(own: Codec) -> Exchange:
-    """allreduce for codecs that sum, tree for those that add in pairs, else scatter-reduce."""
+    """allreduce for codecs that sum, tree for those that add in pairs, nested for ndqsg.
+
+    scatter-reduce for all others.
+    """
     if own.summable:
         return AllReduce()
+    if own.name == "ndqsg":
+        return Nested()
     return Tree() if hasattr(own, "reduce") else ScatterReduce()
 
 

@@ -46,7 +46,8 @@ class ScatterReduce(Exchange):
     def check(self, codec: Codec) -> None:
         if codec.name == "ndqsg":
             raise ConfigError(
-                "ndqsg decodes with side information, which scatter-reduce does not have; use dqsg"
+                "ndqsg decodes with side information, which scatter-reduce (FSDP's, too) does not "
+                "have: ndqsg@nested has it, under DDP; or use dqsg"
             )
 
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:

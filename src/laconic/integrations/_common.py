@@ -20,6 +20,10 @@ class Stats(HasRatio):
     wire_seconds: float  # of these, in collectives, waiting for other ranks included
     local_bytes: int = 0  # inside nodes, where the exchange knows them; not in sent_bytes
     kappa: float | None = None  # ‖mean‖²/‖own gradient‖², where a budget made it worth measuring
+    # of the nested exchange, where it is used
+    nesting_ratio: float | None = None  # ρ in use, mean over owners of chunks; dqsg counts as 2M+1
+    decode_failures: float | None = None  # share of values that this rank decoded wrongly
+    correlation: float | None = None  # of what this rank decodes with what it knew, at last look
 
 
 class Handle(Protocol):

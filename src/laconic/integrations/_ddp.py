@@ -128,6 +128,7 @@ def _call(
         places=load.places if load else (),
         kappa=state.kappa.of(tensor, step),
         known=state.known,
+        memory=state.memory,
         scratch=state.scratch,
         traffic=lane.traffic,
     )

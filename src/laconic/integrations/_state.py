@@ -18,6 +18,7 @@ from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import lanes
+from laconic.exchanges._nested import nesting
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import Stats
@@ -93,6 +94,7 @@ class HookState:
         self.warmup_steps, self.seed, self.step = warmup_steps, seed, 0
         self.scratch, self.kappa = Scratch(), Kappa()
         self.known: set[Hashable] = set()
+        self.memory: dict[Hashable, Any] = {}  # of exchanges
         self._parameters: dict[int, tuple[int, str | None]] = {}  # number, and text if encoded
         self._plans: dict[tuple[int, ...], Plan] = {}
         self.turns: dict[int, int] = {}  # of parameters that come one by one
@@ -123,6 +125,7 @@ class HookState:
 
     def stats(self) -> Stats:
         """Bytes and times so far."""
+        nested = nesting(self.memory)
         return Stats(
             steps=self.step,
             sent_bytes=sum(lane.traffic.sent_bytes for lane in self.lanes),
@@ -131,10 +134,13 @@ class HookState:
             wire_seconds=sum(lane.traffic.wire_seconds for lane in self.lanes),
             local_bytes=sum(lane.traffic.local_bytes for lane in self.lanes),
             kappa=self.kappa.mean(),
+            nesting_ratio=nested and nested.ratio,
+            decode_failures=nested and nested.failures,
+            correlation=nested and nested.correlation,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved, on every rank, to go on exactly: steps, κ, and codecs' memories."""
+        """What must be saved, on every rank, to go on exactly: steps, κ, and all memories."""
         memories = {text: codec.state_dict() for text, codec in self._remembering()}
         return {
             "step": self.step,
@@ -142,6 +148,7 @@ class HookState:
             "codec": str(self.codec),
             "kappa": self.kappa.state_dict(),
             "memory": memories,
+            "exchange memory": {key: _saved(kept) for key, kept in self.memory.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,6 +159,7 @@ class HookState:
         self.kappa.load_state_dict(state["kappa"])
         for text, codec in self._remembering():
             codec.load_state_dict(state["memory"][text])
+        self.memory = dict(state.get("exchange memory", {}))  # exchanges take up what is theirs
 
     def _remembering(self) -> list[tuple[str, Any]]:
         return [(text, codec) for text, (codec, _) in self._pairs.items() if codec.remembers]
@@ -177,6 +185,11 @@ class HookState:
             if text is not None
         ]
         return Plan(tuple(loads), plain)
+
+
+def _saved(kept: Any) -> Mapping[str, Any]:
+    """What an exchange remembers; as it was loaded, if it was not used since."""
+    return kept if isinstance(kept, Mapping) else kept.state_dict()
 
 
 def _filled(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from laconic.schedules._async import AsyncSGD, AsyncStats
 from laconic.schedules._local import LocalSGD, LocalStats
 from laconic.schedules._outer import HeavyBall, Nesterov, Outer
 from laconic.schedules._rules import DCASGD, GLU, LocalRule, LocalSGDRule, Moment
@@ -13,6 +14,8 @@ __all__ = [
     "GLU",
     "QSVRG",
     "SSD",
+    "AsyncSGD",
+    "AsyncStats",
     "HeavyBall",
     "LocalRule",
     "LocalSGD",

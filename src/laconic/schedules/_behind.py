@@ -57,3 +57,36 @@ class Behind:
                 return self._stream.record_event()
         finally:
             self.lane.seconds += time.perf_counter() - start
+
+
+class Turns:
+    """Rounds run one after another; the last even and the last odd one can be waited for."""
+
+    def __init__(self, behind: Behind) -> None:
+        self._behind = behind
+        self._tickets: list[Ticket | None] = [None, None]
+
+    def start(self, step: int, job: Callable[[], None]) -> None:
+        """The round of a step."""
+        self._tickets[step % 2] = self._behind.give(job)
+
+    def wait(self, step: int) -> None:
+        """Until the last round of even, or odd, steps is done."""
+        ticket = self._tickets[step % 2]
+        if ticket is not None:
+            ticket.wait()
+
+    def wait_for_all(self) -> None:
+        """Until nothing is on its way."""
+        self.wait(0)
+        self.wait(1)
+
+    def now(self, job: Callable[[], None]) -> None:
+        """Behind all rounds, and wait for it."""
+        self._behind.give(job).wait()
+
+    def raise_errors(self) -> None:
+        """Those that have happened so far."""
+        for ticket in self._tickets:
+            if ticket is not None and ticket.failed:
+                ticket.wait()

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.codecs import Codec, Uncompressed
 from laconic.codecs._memory import Scratch
-from laconic.exchanges import Call
+from laconic.exchanges import Call, Traffic
 from laconic.exchanges._lane import Lane
-from laconic.schedules._behind import Behind, Ticket
-from laconic.schedules._flat import Flat
+from laconic.schedules._behind import Behind, Turns
 from laconic.schedules._push_pull import pull, pull_difference, push
-from laconic.schedules._shard import Settings, Shard
+from laconic.server._flat import Flat
+from laconic.server._shard import Settings, Shard
 
 PLAIN = Uncompressed()
 
@@ -36,7 +37,7 @@ class Round:
 
 
 class Masters:
-    """Rounds run one after another, behind the main thread; the last two can be waited for."""
+    """Every rank owns a chunk of them. Rounds run behind the main thread."""
 
     def __init__(
         self, flat: Flat, optimizer: Optimizer, weights: Tensor, lane: Lane, seed: int
@@ -44,8 +45,7 @@ class Masters:
         self.flat, self._lane, self._seed = flat, lane, seed
         rank = lane.group.rank()
         self.shard = Shard(optimizer, flat.chunks(weights)[rank], flat.parts(rank))
-        self._behind = Behind(lane, flat.device)
-        self._tickets: list[Ticket | None] = [None, None]  # of the last even and odd step
+        self.turns = Turns(Behind(lane, flat.device))
         self._scratch = Scratch()
         self._known: set[Hashable] = set()
 
@@ -53,29 +53,30 @@ class Masters:
         """Push, step of the owners, and pull."""
         size = self._lane.group.size()
         self._lane.plain_bytes += round(2 * (size - 1) / size * 4 * self.flat.numel)
-        self._tickets[one.step % 2] = self._behind.give(partial(self._run, one))
-
-    def wait(self, step: int) -> None:
-        """Until the last round of even, or odd, steps is done."""
-        ticket = self._tickets[step % 2]
-        if ticket is not None:
-            ticket.wait()
-
-    def wait_for_all(self) -> None:
-        """Until nothing is on its way."""
-        self.wait(0)
-        self.wait(1)
-
-    def raise_errors(self) -> None:
-        """Those that have happened so far."""
-        for ticket in self._tickets:
-            if ticket is not None and ticket.failed:
-                ticket.wait()
+        self.turns.start(one.step, partial(self._run, one))
 
     def gather(self, step: int, out: Tensor) -> None:
         """out = all master weights, exactly, on all ranks."""
-        job = partial(pull, self.flat, self.shard.weights, PLAIN, self._call(step), out)
-        self._behind.give(job).wait()
+        call = self._call(step)
+        self.turns.now(partial(pull, self.flat, self.shard.weights, PLAIN, call, out))
+
+    @property
+    def skipped(self) -> tuple[int, int]:
+        """Steps that all ranks threw away, and those that this chunk did."""
+        return self.shard.skipped_steps, self.shard.skipped_shards
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent."""
+        return self._lane.traffic
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank's chunk."""
+        return self.shard.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state_dict."""
+        self.shard.load_state_dict(state)
 
     def _run(self, one: Round) -> None:
         call, weights = self._call(one.step), self.shard.weights

@@ -10,7 +10,8 @@ from laconic.exchanges import Call
 from laconic.exchanges._scatter_reduce import gather, scatter
 from laconic.exchanges._transport import no_values
 from laconic.exchanges._wires import encode
-from laconic.schedules._flat import Flat
+from laconic.server._difference import projection
+from laconic.server._flat import Flat
 
 
 def push(flat: Flat, g: Tensor, spoilt: Tensor, codec: Codec, call: Call, out: Tensor) -> Tensor:
@@ -64,16 +65,10 @@ def pull_difference(
         found = chunks[rank]
         wire = encode(codec, change, call.key(rank, rank, 1), places[rank], call)
         codec.decode(wire, out=found)
-        factors[rank].copy_(_projection(found, change))
+        factors[rank].copy_(projection(found, change))
     gather(change, codec, call, chunks, places=places, rest=factors, wire=wire)
     for chunk, factor, old in zip(chunks, factors, was, strict=True):
         chunk.mul_(factor).add_(old)
-
-
-def _projection(found: Tensor, wanted: Tensor) -> Tensor:
-    """⟨Q, c⟩/⟨Q, Q⟩; 1 where Q is zero, or NaN (which stays NaN)."""
-    square = torch.dot(found, found)
-    return torch.where(square > 0, torch.dot(found, wanted) / square, 1.0)
 
 
 def _places(flat: Flat, call: Call) -> list:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.schedules._flat import Flat
 from laconic.schedules._rules import LocalRule, Moment
+from laconic.server._flat import Flat
 
 
 class Replica:
@@ -23,8 +23,9 @@ class Replica:
         self.own, self.pulled, self.next = flat.empty(), flat.empty(), flat.empty()
         flat.read(self.own)
         self.pulled.copy_(self.own)
-        remembers = rule is not None and rule.remembers
-        self._square = torch.zeros_like(self.own) if remembers else None
+        kept = () if rule is None else rule.remembers
+        self._memory = {name: torch.zeros_like(self.own) for name in kept}
+        self._rates = [0.0] * len(flat.groups)  # of the last step
         self.coming = False  # a pull was started, and not taken over yet
 
     def move(self, g: Tensor, spoilt: Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -33,9 +34,10 @@ class Replica:
         # the step is computed in memory that is free: W's own, if there are newer weights
         w, room = (self.next, self.own) if fresh else (self.own, self.next)
         if self._rule is not None:
-            for settings, (first, last) in zip(groups, self._flat.groups, strict=True):
-                at = self._moment(w, g, settings, slice(first, last))
+            for number, (first, last) in enumerate(self._flat.groups):
+                at = self._moment(w, g, groups[number], slice(first, last), self._rates[number])
                 self._rule.step(at, room[first:last])
+            self._rates = [float(settings["lr"]) for settings in groups]
             room.masked_fill_(spoilt > 0, 0.0)  # without waiting for a device
             torch.sub(w, room, out=self.own)
         elif fresh:
@@ -43,22 +45,29 @@ class Replica:
         if fresh:
             self._take_over()
 
-    def _moment(self, w: Tensor, g: Tensor, settings: Mapping[str, Any], part: slice) -> Moment:
+    def _moment(
+        self, w: Tensor, g: Tensor, settings: Mapping[str, Any], part: slice, before: float
+    ) -> Moment:
         assert self._rule is not None
+        lr = float(settings["lr"])
         return Moment(
             w=w[part],
             g=g[part],
             seen=self.own[part],
             pulled=self.pulled[part],
-            square=None if self._square is None else self._square[part],
+            **{name: memory[part] for name, memory in self._memory.items()},
             fresh=self.coming,
             period=self._period,
-            lr=float(settings["lr"]) * self._rule.local_lr_scale,
+            lr=lr * self._rule.local_lr_scale,
+            lr_change=lr / before if before else 1.0,
             decay=float(settings.get("weight_decay", 0.0)),
         )
 
     def take_as_they_are(self) -> None:
-        """Own weights = what has come."""
+        """Own weights = what has come, one synchronous step later."""
+        velocity = self._memory.get("velocity")
+        if velocity is not None:
+            torch.sub(self.own, self.next, out=velocity)
         self.own.copy_(self.next)
         self._take_over()
 
@@ -72,7 +81,8 @@ class Replica:
             "own": self.own.clone(),
             "pulled": self.pulled.clone(),
             "coming": self.next.clone() if self.coming else None,
-            "square": None if self._square is None else self._square.clone(),
+            "memory": {name: memory.clone() for name, memory in self._memory.items()},
+            "rates": list(self._rates),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -82,5 +92,6 @@ class Replica:
         self.coming = state["coming"] is not None
         if self.coming:
             self.next.copy_(state["coming"])
-        if self._square is not None:
-            self._square.copy_(state["square"])
+        self._rates = list(state["rates"])
+        for name, memory in self._memory.items():
+            memory.copy_(state["memory"][name])

@@ -21,17 +21,20 @@ class Moment:
 
     `w` are the weights to step from, `seen` those that `g` was computed at (other ones only where
     w has just been pulled), `pulled` what was pulled before: one period ago if `fresh`, that is if
-    w has just been pulled, else at the start of this period.
+    w has just been pulled, else at the start of this period. `square` and `velocity` are the
+    rule's own memories, where it asked for them (`LocalRule.remembers`).
     """
 
     w: Tensor
     g: Tensor
     seen: Tensor
     pulled: Tensor
-    square: Tensor | None  # the rule's own memory, where it has one
+    square: Tensor | None = None  # zero at first
+    velocity: Tensor | None = None  # at first what the last step of warm-up subtracted, else zero
     fresh: bool
     period: int
     lr: float
+    lr_change: float = 1.0  # lr over that of the step before; 1 where there was none
     decay: float
 
 
@@ -52,9 +55,9 @@ class LocalRule(ABC):
                 )
 
     @property
-    def remembers(self) -> bool:
-        """Whether it needs a running mean of g² (`Moment.square`)."""
-        return False
+    def remembers(self) -> tuple[str, ...]:
+        """Vectors that it keeps from step to step: "square", "velocity" (of `Moment`)."""
+        return ()
 
     @abstractmethod
     def step(self, at: Moment, out: Tensor) -> None:
@@ -116,8 +119,8 @@ class DCASGD(LocalRule):
     adaptive: bool = False
 
     @property
-    def remembers(self) -> bool:
-        return self.adaptive
+    def remembers(self) -> tuple[str, ...]:
+        return ("square",) if self.adaptive else ()
 
     def step(self, at: Moment, out: Tensor) -> None:
         if at.square is not None:
@@ -128,3 +131,47 @@ class DCASGD(LocalRule):
         elif at.fresh:  # elsewhere it is zero anyway
             out.mul_(self.strength).div_((at.square + _EPSILON).sqrt_())
         out.add_(at.g).add_(at.w, alpha=at.decay).mul_(at.lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumRule(LocalRule):
+    """Momentum of the rank's own, kept near the owners' by what pulls say.
+
+        v ← μ·v + lr·(g + wd·w),  Δ = v        v ← v + ρ·(W - w)/k  before, where w was just pulled
+
+    with μ the owners' momentum, and W the weights that the rank had in place of w.
+
+    1. The owners' SGD makes m ← μ·m + ḡ + wd·M, M ← M - lr·m. A rank does the same with g for ḡ,
+       and all of it is linear: the means over ranks stay what the owners have, v̄ = lr·m and
+       W̄ = M. So ranks are never behind, however long the period. (GLU's velocity fades within a
+       few steps, and its ranks fall behind by what is missing.)
+    2. A pull takes what is the rank's own out of W, and `share` (ρ) takes it out of v: had v been
+       off by a constant δ through the period, W would be off by -k·δ. W̄ - M = 0, so this changes
+       no mean either, and whatever mean there is (of the codec's errors) it makes smaller.
+
+    v starts as the last step of warm-up, which is lr·m exactly; without one it is zero, as m is.
+    It is in units of weights, and follows lr at once as lr·m does. For SGD without Nesterov's form
+    and dampening. With ρ = 0 and no codec this is local SGD, with exchanges that take a step.
+    """
+
+    momentum: float = 0.9
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.momentum > 1:
+            raise ConfigError(f"MomentumRule: momentum must be at most 1, not {self.momentum!r}")
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        return ("velocity",)
+
+    def step(self, at: Moment, out: Tensor) -> None:
+        v = at.velocity
+        assert v is not None
+        v.mul_(at.lr_change)
+        if at.fresh:
+            share = self.share / at.period
+            v.add_(at.seen, alpha=share).sub_(at.w, alpha=share)
+        v.mul_(self.momentum).add_(at.g, alpha=at.lr).add_(at.w, alpha=at.lr * at.decay)
+        out.copy_(v)

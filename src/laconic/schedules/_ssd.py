@@ -1,8 +1,8 @@
-"""SSD-SGD on collectives: push every step, pull every k-th, both behind the computation."""
+"""SSD-SGD: push every step, pull every k-th, both behind the computation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,18 +18,24 @@ from laconic.errors import ConfigError
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import Lane, own_group
 from laconic.exchanges._ratio import HasRatio
-from laconic.schedules._flat import Flat
+from laconic.schedules._clean import clean
 from laconic.schedules._masters import PLAIN, Masters, Round
-from laconic.schedules._module import check_module, same_start
+from laconic.schedules._module import check_module, same_start, whole
 from laconic.schedules._replica import Replica
 from laconic.schedules._rules import GLU, LocalRule
-from laconic.schedules._shard import check_optimizer, finite_everywhere, settings_of
+from laconic.schedules._served import Served
 from laconic.schedules._ssd_checks import (
     check_identity,
     check_numbers,
     chosen_codec,
     chosen_pull_codec,
 )
+from laconic.server._chunk import Chunk
+from laconic.server._flat import Flat
+from laconic.server._keeper import Keeper
+from laconic.server._roles import Roles
+from laconic.server._serving import ServerStats, Serving
+from laconic.server._shard import check_optimizer, settings_of
 
 _DEFAULT_RULE = GLU()
 
@@ -79,11 +85,16 @@ class SSD(Optimizer):
     - A gradient that is not finite on some rank is thrown away on all, in the local steps of that
       rank, too: M, the optimizer's state and W stay finite. This is also what GradScaler needs:
       `scaler.step(opt)` runs on every rank, and each rank unscales by its own scale.
+    - `servers=S`: the first S ranks of the group keep the master weights and do nothing else (call
+      `serve()` there), all others work: the paper's form, for workers that are slower than their
+      network, or come and go (`leave`, `join`). Bytes a worker sends at a step: the encoded vector;
+      a server sends each worker 1/(k·S) of the weights.
     - Weights differ between ranks: evaluate and save `with opt.global_weights():`. Buffers, such as
       those of batch normalisation, stay each rank's own after the start.
 
-    SSD-SGD (Xu et al. 2020). Differs from the paper: owners instead of parameter servers, weights
-    taken over at a fixed step instead of when they come, and all tensors in phase.
+    SSD-SGD (Xu et al. 2020). Differs from the paper: owners of chunks instead of parameter servers
+    unless `servers` is given, weights taken over at a fixed step instead of when they come, and all
+    tensors in phase.
     """
 
     _step_supports_amp_scaling = True  # GradScaler: call step() on all ranks, with found_inf
@@ -98,6 +109,7 @@ class SSD(Optimizer):
         local: LocalRule | None = _DEFAULT_RULE,
         codec: str | Codec = "dqsg:bits=4",
         pull_codec: str | Codec | None = None,
+        servers: int = 0,
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
         timeout_s: float = 300.0,
@@ -107,12 +119,16 @@ class SSD(Optimizer):
         if not dist.is_initialized():
             raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
         check_numbers(optimizer, local, period, warmup_steps, seed, timeout_s)
+        whole("servers", servers, 0)
         self.period, self.warmup_steps, self.local, self.seed = period, warmup_steps, local, seed
         self.codec = chosen_codec(codec, "codec")
         self.pull_codec = PLAIN if pull_codec is None else chosen_pull_codec(pull_codec)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.optimizer, self.lane = optimizer, Lane(own_group(group, timeout_s))
-        self.flat = Flat(self.param_groups, model, self.lane.group.size())
+        roles = Roles(group, servers, timeout_s) if servers else None
+        self.lane = Lane(roles.group if roles else own_group(group, timeout_s))
+        self.optimizer, self.servers = optimizer, servers
+        self.serves = roles is not None and roles.serves  # this rank keeps weights: call serve()
+        self.flat = Flat(self.param_groups, model, servers or self.lane.group.size())
         more = {
             "laconic": __version__,
             "groups": str(settings_of(self.param_groups)),
@@ -120,27 +136,36 @@ class SSD(Optimizer):
         }
         agree({**self._settings(), **more}, self.lane.group, self.flat.device)
         same_start(model, self.lane.group)
+        self._steps, self._pulls, self._swapped, self._away = 0, 0, False, False
+        if roles and roles.serves:
+            chunk = Chunk(self.flat, roles.number, roles.group, seed)
+            keeper = Keeper(chunk, self.flat, optimizer, self.codec, self.pull_codec)
+            self._serving = Serving(keeper, roles, most_delay=None)
+            return
         self._replica = Replica(self.flat, local, period)
-        self._masters = Masters(self.flat, optimizer, self._replica.own, self.lane, seed)
+        self._masters: Masters | Served
+        if roles:
+            self._masters = Served(self.flat, roles, self.lane, seed, self.pull_codec)
+        else:
+            self._masters = Masters(self.flat, optimizer, self._replica.own, self.lane, seed)
         self._gradients = self.flat.empty(), self.flat.empty()  # one is sent, one is filled
-        self._steps, self._pulls, self._swapped = 0, 0, False
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take this rank's gradients; on all ranks."""
         self._check_step(closure)
         t, mine = self._steps, self._replica
-        self._masters.wait(t)  # the push before the last one has this buffer
+        self._masters.turns.wait(t)  # the push before the last one has this buffer
         g = self._gradients[t % 2]
         self.flat.read_gradients(g)
-        spoilt = self._clean(g)
+        spoilt = clean(self, g)
         if t < self.warmup_steps:
             self._start(g, spoilt, PLAIN, PLAIN)
-            self._masters.wait(t)
+            self._masters.turns.wait(t)
             mine.take_as_they_are()
         else:
             if mine.coming:
-                self._masters.wait(t - 1)
+                self._masters.turns.wait(t - 1)
             mine.move(g, spoilt, self.param_groups)
             pulls = (t - self.warmup_steps + 1) % self.period == 0
             self._start(g, spoilt, self.codec, self.pull_codec if pulls else None)
@@ -152,6 +177,7 @@ class SSD(Optimizer):
     def _check_step(self, closure: object) -> None:
         if closure is not None:
             raise ConfigError("step() takes no closure: call backward() first, then step()")
+        self._check_worker("step()")
         if self._swapped:
             raise ConfigError("step() inside global_weights(): leave the with block first")
         trained = sum(p.requires_grad for group in self.param_groups for p in group["params"])
@@ -160,19 +186,8 @@ class SSD(Optimizer):
                 "the optimizer's trainable parameters have changed: freeze, unfreeze and add "
                 "parameters before making the schedule"
             )
-        self._masters.raise_errors()
+        self._masters.turns.raise_errors()
         self.optimizer._opt_called = True  # pyright: ignore (schedulers of its own look at this)
-
-    def _clean(self, g: Tensor) -> Tensor:
-        """Undo the loss scale; 1 if the gradient is not finite, which then becomes zero."""
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is not None:
-            g.mul_(1 / scale)
-        spoilt = ~finite_everywhere(g)
-        if found is not None:
-            spoilt |= found.to(g.device).view(1) > 0
-        g.masked_fill_(spoilt, 0.0)
-        return spoilt.to(torch.float32)
 
     def _start(self, g: Tensor, spoilt: Tensor, codec: Codec, pull_codec: Codec | None) -> None:
         self._masters.start(
@@ -190,15 +205,57 @@ class SSD(Optimizer):
 
     def wait(self) -> None:
         """Until nothing is on its way; errors of the communication thread are raised here."""
-        self._masters.wait_for_all()
+        if not self.serves:
+            self._masters.turns.wait_for_all()
+
+    def serve(self, each: Callable[[int], object] | None = None) -> None:
+        """On server ranks: keep weights until the last worker has left.
+
+        `each(steps)` is called behind every step of this server, say to save `state_dict()`.
+        Raises LostError, here and on all workers, if a worker is lost.
+        """
+        if not self.serves:
+            raise ConfigError("this rank works: the first `servers` ranks serve (opt.serves)")
+        self._serving.serve(each)
+
+    def leave(self) -> None:
+        """On a worker: servers go on without it. Every worker must, for `serve` to return."""
+        masters = self._of_servers("leave()")
+        self.wait()
+        masters.leave()
+        self._away = True
+
+    def join(self) -> int:
+        """On a worker that has left: take part again, from the step that is returned on."""
+        masters = self._of_servers("join()", away=True)
+        self._steps = masters.join(self._replica.next)
+        self._replica.take_as_they_are()
+        self.flat.write(self._replica.own)
+        self._away = False
+        return self._steps
+
+    def _of_servers(self, what: str, *, away: bool = False) -> Served:
+        masters = None if self.serves else self._masters
+        if not isinstance(masters, Served):
+            raise ConfigError(f"{what} is for the workers of servers: SSD(.., servers=1)")
+        if self._away != away:
+            raise ConfigError(f"{what}: this worker has {'' if self._away else 'not '}left")
+        return masters
+
+    def _check_worker(self, what: str) -> None:
+        if self.serves:
+            raise ConfigError(f"{what}: this rank keeps weights for the others, call serve() on it")
+        if self._away:
+            raise ConfigError(f"{what}: this worker has left, call join() first")
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
         """The model has the master weights, the same bits on all ranks; its own ones afterwards.
 
-        For evaluation and checkpoints. All ranks must enter: the weights are gathered, exactly.
-        What is done to the parameters in here is forgotten.
+        For evaluation and checkpoints. All ranks (of servers: any worker) must enter: the weights
+        are gathered, exactly. What is done to the parameters in here is forgotten.
         """
+        self._check_worker("global_weights()")
         self.wait()
         room = self._gradients[0]  # nothing is on its way
         self._masters.gather(self._steps, room)
@@ -212,16 +269,25 @@ class SSD(Optimizer):
 
     def stats(self) -> SSDStats:
         """Bytes, times and counts so far; `wait()` first to count what is on its way."""
+        if self.serves:
+            raise ConfigError("this rank serves: server_stats()")
+        traffic, (steps, shards) = self._masters.traffic, self._masters.skipped
         return SSDStats(
             steps=self._steps,
             pulls=self._pulls,
-            skipped_steps=self._masters.shard.skipped_steps,
-            skipped_shards=self._masters.shard.skipped_shards,
-            sent_bytes=self.lane.traffic.sent_bytes,
+            skipped_steps=steps,
+            skipped_shards=shards,
+            sent_bytes=traffic.sent_bytes,
             plain_bytes=self.lane.plain_bytes,
             exchange_seconds=self.lane.seconds,
-            wire_seconds=self.lane.traffic.wire_seconds,
+            wire_seconds=traffic.wire_seconds,
         )
+
+    def server_stats(self) -> ServerStats:
+        """On a server rank."""
+        if not self.serves:
+            raise ConfigError("this rank works: stats()")
+        return self._serving.stats()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the schedule is made."""
@@ -238,6 +304,7 @@ class SSD(Optimizer):
             "codec": str(self.codec),
             "pull_codec": str(self.pull_codec),
             "seed": str(self.seed),
+            "servers": str(self.servers),
         }
 
     def _identity(self) -> dict[str, str]:
@@ -248,6 +315,8 @@ class SSD(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Everything of this rank, its weights too; save it on every rank. Waits first."""
+        if self.serves:
+            return {"identity": self._identity(), "serving": self._serving.state_dict()}
         self.wait()
         codec: Any = self.codec
         return {
@@ -255,7 +324,7 @@ class SSD(Optimizer):
             "step": self._steps,
             "pulls": self._pulls,
             "replica": self._replica.state_dict(),
-            "shard": self._masters.shard.state_dict(),
+            "shard": self._masters.state_dict(),
             "memory": codec.state_dict() if codec.remembers else None,
             "param_groups": settings_of(self.param_groups),
         }
@@ -264,9 +333,12 @@ class SSD(Optimizer):
         """Go on from this rank's state_dict, to the bit; the model gets its weights, too."""
         self.wait()
         check_identity(self._identity(), state_dict["identity"])
+        if self.serves:
+            self._serving.load_state_dict(state_dict["serving"])
+            return
         self._steps, self._pulls = int(state_dict["step"]), int(state_dict["pulls"])
         self._replica.load_state_dict(state_dict["replica"])
-        self._masters.shard.load_state_dict(state_dict["shard"])
+        self._masters.load_state_dict(state_dict["shard"])
         codec: Any = self.codec
         if codec.remembers:
             codec.load_state_dict(state_dict["memory"])

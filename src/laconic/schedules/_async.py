@@ -1,0 +1,286 @@
+"""Asynchronous SGD on a parameter server: nobody waits for the slowest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from laconic._version import __version__
+from laconic.codecs import Codec
+from laconic.errors import ConfigError
+from laconic.exchanges._agree import agree
+from laconic.exchanges._ratio import HasRatio
+from laconic.schedules._clean import clean
+from laconic.schedules._masters import PLAIN
+from laconic.schedules._module import check_module, same_start, whole
+from laconic.schedules._ssd_checks import check_numbers, chosen_codec, chosen_pull_codec
+from laconic.server._arrivals import Delays
+from laconic.server._chunk import Chunk
+from laconic.server._flat import Flat
+from laconic.server._keeper import Keeper
+from laconic.server._link import Flag, Frame, Kind
+from laconic.server._remote import Push, Remote, Vectors
+from laconic.server._roles import Roles
+from laconic.server._serving import ServerStats, Serving
+from laconic.server._shard import check_optimizer, settings_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncStats(HasRatio):
+    """What one worker has done so far."""
+
+    steps: int
+    skipped_steps: int  # gradients that were not finite and never left
+    skipped_shards: int  # thrown away by a server: finite, but too large for the codec
+    delays: Delays  # of this worker's gradients on server 0
+    sent_bytes: int
+    plain_bytes: int  # what synchronous fp32 training would have sent, in a ring
+    wire_seconds: float  # waiting for servers included
+
+
+class AsyncSGD(Optimizer):
+    """Asynchronous SGD: a server applies each worker's gradient as it arrives (QSGD, section 4).
+
+    The first `servers` ranks of the group keep the weights x, cut among them; all others compute.
+    A worker reads x_r, computes g at it and sends Q(g); a server that has made v updates since the
+    start applies it,
+
+        x_{v+1} = optimizer(x_v, Q(g(x_r))),    v - r ≤ τ
+
+    and answers with x_{v+1}. The delay v - r counts updates by others in between; it is about
+    workers - 1 when all are equally fast. `max_delay` τ bounds it, exactly and for every gradient:
+    a worker that is too far ahead of a slow one waits for it, and with τ < workers - 1 workers also
+    wait before they read (`laconic.server._order`).
+
+    For a smooth f with gradients of variance σ², and τ of the order of √(steps), the average of
+    ‖∇f‖² over updates falls as σ/√updates (Lian et al. 2015); an unbiased codec with
+    E‖Q(g) - g‖² ≤ ω‖g‖² puts (1 + ω)σ² + ω‖∇f‖² in place of σ².
+
+    - On servers call `serve()`, which returns when the last worker has called `leave()`. A worker
+      that ends without that is lost: servers report it and go on with the others.
+    - A gradient that is not finite never leaves its worker, which reads again.
+    - `codec` is for gradients, any that decodes alone. `pull_codec` is for weights: None sends them
+      as they are, others send differences to what this worker has (a server then remembers that,
+      for each worker).
+    - Learning rates and other settings are those that the pushing worker has.
+    - Workers' buffers (batch normalisation) are equal at the start, their own afterwards.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler: call step() anyway, with found_inf
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        servers: int = 1,
+        max_delay: int = 8,
+        codec: str | Codec = "qsgd:bits=4",
+        pull_codec: str | Codec | None = None,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        timeout_s: float = 300.0,
+    ) -> None:
+        check_optimizer(optimizer)
+        check_module(model)
+        if not dist.is_initialized():
+            raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
+        check_numbers(optimizer, None, 1, 0, seed, timeout_s)
+        whole("servers", servers, 1)
+        whole("max_delay", max_delay, 0)
+        self.servers, self.max_delay, self.seed = servers, max_delay, seed
+        self.codec = chosen_codec(codec, "codec")
+        self.pull_codec = PLAIN if pull_codec is None else chosen_pull_codec(pull_codec)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optimizer, self._roles = optimizer, Roles(group, servers, timeout_s)
+        self.flat = Flat(self.param_groups, model, servers)
+        more = {
+            "laconic": __version__,
+            "groups": str(settings_of(self.param_groups)),
+            "parameters": "\n".join(self.flat.lines()),
+        }
+        agree({**self._settings(), **more}, self._roles.group, self.flat.device)
+        same_start(model, self._roles.group)
+        self.serves = self._roles.serves  # this rank keeps weights: call serve()
+        self._steps, self._swapped, self._away = 0, False, False
+        self._skipped, self._delays, self._plain_bytes = [0, 0], Delays(), 0
+        if self.serves:
+            chunk = Chunk(self.flat, self._roles.number, self._roles.group, seed)
+            keeper = Keeper(chunk, self.flat, optimizer, self.codec, self.pull_codec)
+            self._serving = Serving(keeper, self._roles, most_delay=max_delay)
+            return
+        # draws of coded pulls are this worker's own
+        self._remote = Remote(self.flat, self._roles, seed, self.pull_codec, self._roles.number + 1)
+        self._g, self._own, self._next = self.flat.empty(), self.flat.empty(), self.flat.empty()
+        self._read(coded=False)
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Send this worker's gradients, and go on with the newest weights."""
+        if closure is not None:
+            raise ConfigError("step() takes no closure: call backward() first, then step()")
+        self._check_worker("step()")
+        if self._swapped:
+            raise ConfigError("step() inside global_weights(): leave the with block first")
+        self.optimizer._opt_called = True  # pyright: ignore (schedulers of its own look at this)
+        self.flat.read_gradients(self._g)
+        if bool(clean(self, self._g) > 0):
+            self._skipped[0] += 1
+            self._read(coded=self._coded)
+        else:
+            self._push_and_read()
+        self._steps += 1
+        size = self._roles.workers
+        self._plain_bytes += round(2 * (size - 1) / size * 4 * self.flat.numel)
+
+    @property
+    def _coded(self) -> bool:
+        return self.pull_codec.name != "none"
+
+    def _push_and_read(self) -> None:
+        flags = Flag.PULL | Flag.CODED if self._coded else Flag.PULL
+        if self.codec.name == "none":
+            flags |= Flag.PLAIN
+        push = Push(
+            step=self._steps,
+            g=self._g,
+            codec=self.codec,
+            flags=flags,
+            settings=settings_of(self.param_groups),
+        )
+        # only server 0 answers with weights: see _read
+        self._remote.start_push(push, pull_from=1)
+        first = self._remote.finish_push(0)
+        self._delays.add(first.number)
+        found = first.flags
+        for server in range(1, self.servers):
+            found |= self._remote.finish_push(server).flags
+        self._skipped[1] += bool(found & Flag.SHARD_SKIPPED)
+        self._read(coded=self._coded, first=first)
+
+    def _read(self, *, coded: bool, first: Frame | None = None) -> None:
+        """Weights of all servers, from one after the other.
+
+        In the same order for all workers: whoever waits for a server's leave to read holds no other
+        server's that someone before it needs, so that workers cannot wait for each other in a ring.
+        """
+        flags = Flag.CODED if coded else Flag.NONE
+        for server in range(self.servers):
+            frame = first if server == 0 else None
+            if frame is None:
+                frame = self._remote.ask(server, Kind.PULL, step=self._steps, flags=flags)
+            out = Vectors(self._next, self._own)
+            self._remote.take(server, frame, coded=coded, step=self._steps, out=out)
+        self._own, self._next = self._next, self._own
+        self.flat.write(self._own)
+
+    def serve(self, each: Callable[[int], object] | None = None) -> None:
+        """On server ranks: keep weights until the last worker has left or is lost.
+
+        `each(updates)` is called behind every update of this server, say to save `state_dict()`.
+        """
+        if not self.serves:
+            raise ConfigError("this rank works: the first `servers` ranks serve (opt.serves)")
+        self._serving.serve(each)
+
+    def leave(self) -> None:
+        """On a worker: servers go on without it. Every worker should, for `serve` to return."""
+        self._check_worker("leave()")
+        self._remote.leave()
+        self._away = True
+
+    def join(self) -> None:
+        """On a worker that has left: take part again, with the newest weights."""
+        if self.serves or not self._away:
+            raise ConfigError("join() is for a worker that has left")
+        for server in range(self.servers):
+            self._remote.ask(server, Kind.JOIN)
+        self._away = False
+        self._read(coded=False)
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """The model has the servers' weights as they are now; its own ones afterwards."""
+        self._check_worker("global_weights()")
+        with torch.no_grad():
+            self._remote.peek(self._steps, self._next)
+            self.flat.write(self._next)
+        self._swapped = True
+        try:
+            yield
+        finally:
+            self._swapped = False
+            self.flat.write(self._own)
+
+    def _check_worker(self, what: str) -> None:
+        if self.serves:
+            raise ConfigError(f"{what}: this rank keeps weights for the others, call serve() on it")
+        if self._away:
+            raise ConfigError(f"{what}: this worker has left, call join() first")
+
+    def stats(self) -> AsyncStats:
+        """On a worker: counts, bytes and delays so far."""
+        if self.serves:
+            raise ConfigError("this rank serves: server_stats()")
+        traffic = self._roles.traffic()
+        return AsyncStats(
+            steps=self._steps,
+            skipped_steps=self._skipped[0],
+            skipped_shards=self._skipped[1],
+            delays=self._delays,
+            sent_bytes=traffic.sent_bytes,
+            plain_bytes=self._plain_bytes,
+            wire_seconds=traffic.wire_seconds,
+        )
+
+    def server_stats(self) -> ServerStats:
+        """On a server rank: updates, who is there, who is lost, how late gradients were."""
+        if not self.serves:
+            raise ConfigError("this rank works: stats()")
+        return self._serving.stats()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the schedule is made."""
+        if hasattr(self, "flat"):
+            raise ConfigError("add parameter groups to the optimizer before making the schedule")
+        super().add_param_group(param_group)
+
+    def _settings(self) -> dict[str, str]:
+        return {
+            "optimizer": type(self.optimizer).__name__,
+            "servers": str(self.servers),
+            "max_delay": str(self.max_delay),
+            "codec": str(self.codec),
+            "pull_codec": str(self.pull_codec),
+            "seed": str(self.seed),
+        }
+
+    def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Of a server: weights, optimizer and updates. Of a worker: steps and a codec's memory."""
+        if self.serves:
+            return {"serving": self._serving.state_dict()}
+        codec: Any = self.codec
+        return {
+            "step": self._steps,
+            "memory": codec.state_dict() if codec.remembers else None,
+            "param_groups": settings_of(self.param_groups),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """On a server before `serve`; on a worker at any time between steps."""
+        if self.serves:
+            self._serving.load_state_dict(state_dict["serving"])
+            return
+        self._steps = int(state_dict["step"])
+        codec: Any = self.codec
+        if codec.remembers:
+            codec.load_state_dict(state_dict["memory"])
+        for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(settings)

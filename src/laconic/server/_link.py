@@ -1,0 +1,184 @@
+"""Frames between a worker and a server: a header that says how long the body is, then the body."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum, IntFlag
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from laconic.errors import LostError, WireError
+from laconic.exchanges import Traffic
+
+_MAGIC = b"LCSV"
+# magic, kind, flags, nothing | number | step, version, length | crc of all before
+_LAYOUT = struct.Struct("<4sBBHIQQQ")
+_CRC = struct.Struct("<I")
+FRAME_BYTES = _LAYOUT.size + _CRC.size
+_FOR_EVER = timedelta(days=365)
+_made: Counter[tuple[int, int]] = Counter()  # links between two ranks; as many on both sides
+_c10d: Any = distributed_c10d
+
+
+class Kind(IntEnum):
+    """What a frame is about. Workers ask, servers answer: one answer to each question."""
+
+    SETTINGS = 1  # learning rates and the like, from now on; has no answer
+    PUSH = 2  # a gradient
+    PULL = 3  # the weights that a worker steps from
+    PEEK = 4  # the weights as they are, exactly
+    JOIN = 5
+    LEAVE = 6
+    DONE = 7  # a server's answer, perhaps with weights
+    FAILED = 8  # a server's answer: a sentence
+
+
+class Flag(IntFlag):
+    """How a gradient was encoded, and what is wanted back."""
+
+    NONE = 0
+    PLAIN = 1  # the gradient is as it is, whatever the codec
+    PULL = 2  # answer with weights
+    CODED = 4  # encoded, as differences
+    SPOILT = 8  # not finite: nobody may step with it
+    SKIPPED = 16  # a server's: it did not step, because of somebody's SPOILT
+    SHARD_SKIPPED = 32  # a server's: it did not step, because of a gradient too large for its wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """A header of 40 bytes."""
+
+    kind: Kind
+    flags: Flag = Flag.NONE
+    number: int = 0
+    step: int = 0
+    version: int = 0
+    length: int = 0
+
+    def pack(self) -> Tensor:
+        head = _LAYOUT.pack(
+            _MAGIC, self.kind, self.flags, 0, self.number, self.step, self.version, self.length
+        )
+        return torch.frombuffer(bytearray(head + _CRC.pack(zlib.crc32(head))), dtype=torch.uint8)
+
+    @staticmethod
+    def unpack(data: Tensor) -> Frame:
+        """WireError unless `pack` could have made it."""
+        head = bytes(data.numpy())
+        magic, kind, flags, _, number, step, version, length = _LAYOUT.unpack_from(head)
+        (crc,) = _CRC.unpack_from(head, _LAYOUT.size)
+        if magic != _MAGIC or crc != zlib.crc32(head[: _LAYOUT.size]):
+            raise WireError(
+                "bytes came that are no frame: is another program on this process group?"
+            )
+        try:
+            return Frame(
+                kind=Kind(kind),
+                flags=Flag(flags),
+                number=number,
+                step=step,
+                version=version,
+                length=length,
+            )
+        except ValueError as error:
+            raise WireError(f"a frame of unknown kind came: {error}") from None
+
+
+class Link:
+    """One worker, one server, and a Gloo group of these two.
+
+    A group for each pair: when a message does not come, Gloo closes all connections of its group,
+    and a lost worker must not take the others along. Bodies are host memory: Gloo reads no other.
+    """
+
+    def __init__(self, rank: int, peer: int, timeout: timedelta) -> None:
+        low, high = min(rank, peer), max(rank, peer)
+        _made[low, high] += 1
+        # not dist.new_group: its names count all groups of a process, which differ between ranks
+        name = f"laconic/{low}-{high}/{_made[low, high]}"
+        store = _c10d.PrefixStore(name, _c10d._get_default_store())  # the job's own
+        self._group = _c10d.ProcessGroupGloo(store, int(rank == high), 2, timeout)
+        self.peer, self._there = peer, int(rank == low)
+        self.traffic = Traffic()  # of this link alone: links have threads of their own
+        self._works: list[tuple[Any, Tensor]] = []
+
+    def start(self, frame: Frame, body: Tensor | None = None) -> None:
+        """Send; the body may not be touched before `finish`, or before the peer has answered."""
+        parts = [frame.pack()] if body is None else [frame.pack(), body]
+        if frame.length != (0 if body is None else body.numel()):
+            raise ValueError(f"{frame} with a body of {0 if body is None else body.numel()} bytes")
+        for part in parts:
+            if part.numel():
+                with self.traffic.sending(part.numel()), self._lost():
+                    self._works.append((self._group.send([part], self._there, 0), part))
+
+    def finish(self) -> None:
+        """Until all is sent."""
+        with self.traffic.sending(0), self._lost():
+            for work, _ in self._works:
+                work.wait()
+        self._works.clear()
+
+    def send(self, frame: Frame, body: Tensor | None = None) -> None:
+        """Send, and wait until it is sent."""
+        self.start(frame, body)
+        self.finish()
+
+    def receive(self, *, patient: bool = False) -> Frame:
+        """The next header; `patient` waits without end, which an end of the peer ends, too."""
+        data = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        self._take(data, patient)
+        return Frame.unpack(data)
+
+    def body(self, frame: Frame, room: Tensor) -> Tensor:
+        """What follows the header, in `room`; WireError if that is too small."""
+        if frame.length > room.numel():
+            raise WireError(
+                f"rank {self.peer} announced {frame.length} bytes where {room.numel()} are the "
+                "most: are all ranks running the same settings?"
+            )
+        data = room[: frame.length]
+        if frame.length:
+            self._take(data, False)
+        return data
+
+    def answer(self) -> Frame:
+        """The server's answer; LostError with its sentence if it has failed."""
+        frame = self.receive()
+        if frame.kind == Kind.FAILED:
+            text = bytes(self.body(frame, torch.empty(4096, dtype=torch.uint8)).numpy())
+            raise LostError(text.decode(errors="replace"))
+        if frame.kind != Kind.DONE:
+            raise WireError(f"rank {self.peer} answered {frame.kind.name}")
+        return frame
+
+    def _take(self, data: Tensor, patient: bool) -> None:
+        with self.traffic.sending(0), self._lost():
+            work: Any = self._group.recv([data], self._there, 0)
+            work.wait(_FOR_EVER) if patient else work.wait()
+
+    def _lost(self) -> _Lost:
+        return _Lost(self.peer)
+
+
+class _Lost:
+    """Gloo's errors, which are RuntimeErrors, become LostErrors that name the peer."""
+
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            why = "did not answer in time" if "imed out" in str(error) else "is gone"
+            raise LostError(f"rank {self._peer} {why} ({error})") from error

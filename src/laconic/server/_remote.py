@@ -1,0 +1,133 @@
+"""A worker's side: gradients to all servers, weights from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic._wire import ALIGN
+from laconic.codecs import Codec
+from laconic.codecs._memory import Scratch
+from laconic.exchanges._wires import segments_of
+from laconic.server._chunk import HOST, Chunk
+from laconic.server._difference import take_over
+from laconic.server._flat import Flat
+from laconic.server._link import Flag, Frame, Kind, Link
+from laconic.server._roles import Roles
+from laconic.server._settings import as_bytes
+from laconic.server._shard import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """A gradient, as all servers get it, each its chunk."""
+
+    step: int
+    g: Tensor
+    codec: Codec
+    flags: Flag
+    settings: Settings
+
+
+class Remote:
+    """Weights that servers keep. `whose`: the number that names the draws of coded pulls."""
+
+    def __init__(self, flat: Flat, roles: Roles, seed: int, pull_codec: Codec, whose: int) -> None:
+        self._flat, self._roles, self._pull_codec, self._whose = flat, roles, pull_codec, whose
+        self._chunks = [Chunk(flat, s, roles.group, seed) for s in range(roles.servers)]
+        self._told: Settings | None = None
+        self._scratch = Scratch()
+        self.versions = [0] * roles.servers  # of the weights that were read last
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """To the servers, in their order."""
+        return self._roles.links
+
+    def start_push(self, push: Push, *, pull_from: int) -> None:
+        """Send to all servers at once; those before `pull_from` answer with weights."""
+        self._tell(push.settings)
+        parts = self._flat.chunks(push.g)
+        for number, (link, chunk, part) in enumerate(
+            zip(self.links, self._chunks, parts, strict=True)
+        ):
+            data = chunk.encode(part, push.codec, push.step, self._roles.number, 0)
+            flags = push.flags
+            if number >= pull_from:
+                flags &= ~(Flag.PULL | Flag.CODED)
+            frame = Frame(
+                kind=Kind.PUSH,
+                flags=flags,
+                step=push.step,
+                version=self.versions[number],
+                length=data.numel(),
+            )
+            link.start(frame, data)
+
+    def finish_push(self, number: int) -> Frame:
+        """One server's answer; its weights, if they were asked for, are still to be taken."""
+        frame = self.links[number].answer()
+        self.links[number].finish()
+        return frame
+
+    def take(self, number: int, frame: Frame, *, coded: bool, step: int, out: Vectors) -> None:
+        """A chunk of weights that follows an answer."""
+        chunk, link = self._chunks[number], self.links[number]
+        mine = slice(chunk.first, chunk.last)
+        target = out.into[mine]
+        self.versions[number] = frame.version
+        if not coded:
+            room = self._scratch.take("weights", 4 * target.numel(), HOST, torch.uint8)
+            data = link.body(frame, room)
+            target.copy_(chunk.on_device(data).view(torch.float32))
+            return
+        room = self._scratch.take("coded", ALIGN + self._most(chunk), HOST, torch.uint8)
+        data = link.body(frame, room)
+        chunk.decode(data[ALIGN:], self._pull_codec, target, step, self._whose, 1)
+        factor = data[:4].view(torch.float32).to(target.device)
+        take_over(target, factor, out.before[mine], out=target)
+
+    def ask(
+        self, server: int, kind: Kind, *, number: int = 0, step: int = 0, flags: Flag = Flag.NONE
+    ) -> Frame:
+        """A question without a body."""
+        self.links[server].send(Frame(kind=kind, number=number, step=step, flags=flags))
+        return self.links[server].answer()
+
+    def peek(self, step: int, out: Tensor) -> None:
+        """All weights, as they are."""
+        versions = list(self.versions)
+        for number in range(len(self.links)):
+            frame = self.ask(number, Kind.PEEK, step=step)
+            self.take(number, frame, coded=False, step=step, out=Vectors(out, out))
+        self.versions = versions  # looking is not reading
+
+    def leave(self) -> None:
+        """Tell all servers; nothing may be on its way."""
+        for number in range(len(self.links)):
+            self.ask(number, Kind.LEAVE)
+
+    def _tell(self, settings: Settings) -> None:
+        """Settings travel when they have changed."""
+        if settings == self._told:
+            return
+        data = as_bytes(settings)
+        for link in self.links:
+            link.start(Frame(kind=Kind.SETTINGS, length=data.numel()), data)
+        self._told = settings
+
+    def _most(self, chunk: Chunk) -> int:
+        count = chunk.last - chunk.first
+        segments = segments_of(chunk.places)
+        return self._pull_codec.nbytes(count, torch.float32, segments) if count else 0
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Where weights go, and what was pulled before."""
+
+    into: Tensor
+    before: Tensor

@@ -1,0 +1,144 @@
+"""Synchronous serving: one update for each round of pushes, one from every member."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from laconic.errors import LostError, WireError
+from laconic.server._desk import Desk, Request
+from laconic.server._keeper import ALL, Keeper
+from laconic.server._link import Flag, Frame, Kind
+from laconic.server._roles import Roles
+
+_log = logging.getLogger("laconic")
+COMMIT, FOLLOW = 1, 2  # the second and third word of a worker that joins
+
+
+class Rounds:
+    """Update t is made of the pushes of all members at step t, added in order of workers.
+
+    Leaving takes effect with the worker's next step, on all servers alike, because it stands in the
+    place of a push. A worker that joins must do so at the same step T everywhere:
+
+    1. It asks server 0, which is in the middle of step t and answers T = t + 2, and does not
+       complete t until 3. So no worker gets an answer to its push of t and no worker pushes T.
+    2. It tells T to all other servers. They cannot have completed T.
+    3. It tells server 0 that all know, and asks all for the weights of version T.
+
+    A lost worker ends the training of all: its part of the mean is missing.
+    """
+
+    def __init__(self, keeper: Keeper, roles: Roles, step: int) -> None:
+        self.step = step
+        self._keeper, self._roles = keeper, roles
+        self.members = set(range(roles.workers))
+        self._joining: dict[int, int] = {}  # first steps of workers to come
+        self._held: set[int] = set()  # workers between 1 and 3
+        self._pushed: dict[int, Request] = {}
+        self._pulling: list[Request] = []
+
+    def serve(self, desk: Desk, each: Callable[[int], object] | None) -> None:
+        """Until the last member has left."""
+        while self.members or self._joining:
+            request = desk.take()
+            if request.lost is not None:
+                rank = self._roles.rank_of(request.worker)
+                raise LostError(
+                    f"worker {request.worker} (rank {rank}) is lost at step {self.step}, and "
+                    f"synchronous training cannot go on without it: {request.lost}"
+                )
+            self._hear(request)
+            while self._round_is_full():
+                self._complete()
+                if each is not None:
+                    each(self.step)
+            self._answer_pulls()
+
+    def _hear(self, request: Request) -> None:
+        frame, worker = request.frame, request.worker
+        if frame.kind == Kind.PUSH:
+            self._check(request)
+            self._pushed[worker] = request
+        elif frame.kind == Kind.PULL:
+            self._pulling.append(request)
+        elif frame.kind == Kind.PEEK:
+            self._with_weights(request, self._keeper.weights(worker + 1, remember=False))
+        elif frame.kind == Kind.LEAVE:
+            self.members.discard(worker)
+            request.done()
+            self._skip_to_joiners()
+        elif frame.kind == Kind.JOIN:
+            self._join(request)
+        else:
+            raise WireError(f"worker {worker} sent {frame.kind.name}, which workers do not send")
+
+    def _check(self, request: Request) -> None:
+        if request.worker not in self.members or request.frame.step != self.step:
+            raise WireError(
+                f"worker {request.worker} pushed step {request.frame.step} in round {self.step}"
+            )
+
+    def _join(self, request: Request) -> None:
+        frame, worker = request.frame, request.worker
+        if frame.number == COMMIT:
+            self._held.discard(worker)
+            request.done()
+            self._skip_to_joiners()
+            return
+        if frame.number != FOLLOW:
+            self._held.add(worker)
+        first = frame.step if frame.number == FOLLOW else self.step + 2
+        self._joining[worker] = first
+        request.done(step=first)
+        self._skip_to_joiners()
+
+    def _skip_to_joiners(self) -> None:
+        """Nobody is left to push the steps before a worker joins."""
+        if not self.members and self._joining and not self._held:
+            self.step = min(self._joining.values())
+            self._admit()
+
+    def _admit(self) -> None:
+        for worker, first in list(self._joining.items()):
+            if first == self.step:
+                self.members.add(worker)
+                del self._joining[worker]
+
+    def _round_is_full(self) -> bool:
+        return bool(self.members) and not self._held and self.members <= self._pushed.keys()
+
+    def _complete(self) -> None:
+        requests = [self._pushed.pop(worker) for worker in sorted(self.members)]
+        spoilt = any(request.frame.flags & Flag.SPOILT for request in requests)
+        if not spoilt:
+            for place, request in enumerate(requests):
+                self._keeper.add(request, first=place == 0, weight=1 / len(requests))
+        flags = self._keeper.step(requests[0].settings, spoilt)
+        self.step += 1
+        self._admit()
+        weights = self._weights(requests[0].frame)
+        for request in requests:
+            if weights is None:
+                request.done(flags=flags, step=self.step)
+            else:
+                self._with_weights(request, weights, flags)
+
+    def _weights(self, frame: Frame) -> Any:
+        """The same bytes for all: they ask for the same at the same step."""
+        if not frame.flags & Flag.PULL:
+            return None
+        if frame.flags & Flag.CODED:
+            return self._keeper.difference(ALL, frame.step)
+        return self._keeper.weights(ALL, remember=True)
+
+    def _answer_pulls(self) -> None:
+        """Those of workers that join at this step: what all others have."""
+        for request in list(self._pulling):
+            if request.frame.step == self.step and not self._held:
+                self._with_weights(request, self._keeper.last_sent(ALL))
+                self._pulling.remove(request)
+
+    def _with_weights(self, request: Request, data: Any, flags: Flag = Flag.NONE) -> None:
+        request.reply(Frame(kind=Kind.DONE, flags=flags, step=self.step, length=data.numel()), data)

@@ -1,0 +1,128 @@
+"""Frames, settings, and the order of asynchronous updates, in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import laconic as lc
+from laconic.server._link import FRAME_BYTES, Flag, Frame, Kind, Link
+from laconic.server._order import Order
+from laconic.server._settings import MOST_BYTES, as_bytes, from_bytes
+
+
+@given(st.integers(0, 9), st.integers(1, 7), st.lists(st.tuples(st.integers(0, 6), st.booleans())))
+def test_no_gradient_is_too_old_and_somebody_can_always_go_on(
+    most: int, workers: int, moves: list[tuple[int, bool]]
+) -> None:
+    """Workers read, are applied and drop out in any order, as far as the rules let them."""
+    order = Order(most)
+    for number, drops in moves:
+        worker = number % workers
+        if drops:
+            order.forget(worker)
+        elif worker not in order.readers:
+            if order.may_read():
+                order.read(worker)
+        elif order.may_apply(worker):
+            assert order.apply(worker) <= most
+        # whoever read first is never held back, so no set of workers can wait for each other
+        if order.readers:
+            oldest = min(order.readers, key=lambda one: order.readers[one])
+            assert order.may_apply(oldest)
+        else:
+            assert order.may_read()
+
+
+def test_without_a_need_nobody_waits() -> None:
+    """Four workers and τ = 3: all may read, and be applied in any order."""
+    order = Order(3)
+    for worker in range(4):
+        assert order.may_read()
+        order.read(worker)
+    for delay, worker in enumerate((2, 0, 3, 1)):
+        assert order.may_apply(worker)
+        assert order.apply(worker) == delay
+
+
+def test_with_no_delay_workers_take_turns() -> None:
+    order = Order(0)
+    order.read(0)
+    assert not order.may_read()
+    assert order.may_apply(0) and order.apply(0) == 0 and order.may_read()
+
+
+def test_a_fast_worker_waits_for_a_slow_one() -> None:
+    order = Order(1)
+    order.read(0)  # the slow one
+    order.read(1)
+    assert order.may_apply(1) and order.apply(1) == 0
+    order.read(1)
+    assert not order.may_apply(1)  # worker 0 would be two updates late
+    assert order.apply(0) == 1
+    assert order.may_apply(1) and order.apply(1) == 1
+
+
+FRAME = Frame(
+    kind=Kind.PUSH, flags=Flag.PULL | Flag.CODED, number=7, step=2**40, version=3, length=99
+)
+
+
+def test_frames_survive_the_journey() -> None:
+    data = FRAME.pack()
+    assert data.numel() == FRAME_BYTES == 40
+    assert Frame.unpack(data) == FRAME
+
+
+@pytest.mark.parametrize("place", [0, 4, 5, 8, 12, 20, 28, 35, 36, 39])
+def test_an_altered_frame_is_refused(place: int) -> None:
+    data = FRAME.pack()
+    data[place] ^= 1
+    with pytest.raises(lc.WireError, match="no frame"):
+        Frame.unpack(data)
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    class Strange:
+        def __index__(self) -> int:
+            return 77
+
+    data = replace(FRAME, kind=Strange()).pack()  # pyright: ignore[reportArgumentType]
+    with pytest.raises(lc.WireError, match="unknown kind"):
+        Frame.unpack(data)
+
+
+def test_a_body_is_not_read_beyond_its_room() -> None:
+    link = Link.__new__(Link)
+    link.peer = 3
+    with pytest.raises(lc.WireError, match="rank 3 announced 99 bytes where 98 are the most"):
+        link.body(FRAME, torch.empty(98, dtype=torch.uint8))
+
+
+def settings() -> list[dict[str, Any]]:
+    return [
+        {"lr": 0.1 + 0.2, "betas": (0.9, 0.999), "fused": None},
+        {"lr": 1e-300, "nesterov": True},
+    ]
+
+
+def test_settings_keep_every_bit() -> None:
+    assert from_bytes(as_bytes(settings()), settings()) == settings()
+    tensor = [{"lr": torch.tensor(0.25)}]
+    assert from_bytes(as_bytes(tensor), tensor) == [{"lr": 0.25}]
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(lc.ConfigError, match="numbers, texts and lists"):
+        as_bytes([{"lr": object()}])
+    with pytest.raises(lc.ConfigError, match="use fewer groups"):
+        as_bytes([{"name": "x" * MOST_BYTES}])
+    with pytest.raises(lc.WireError, match="no JSON"):
+        from_bytes(torch.tensor([1, 2, 3], dtype=torch.uint8), settings())
+    with pytest.raises(lc.WireError, match="other groups or names"):
+        from_bytes(as_bytes([{"lr": 1.0}]), settings())
