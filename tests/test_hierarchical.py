@@ -465,8 +465,7 @@ def test_settings_are_checked_and_named() -> None:
     assert way == Hierarchical(nodes=((0, 1), (2, 3)), inner=AllGather())
     with pytest.raises(lc.ConfigError, match="flat exchange"):
         Hierarchical(inner=Hierarchical())
-    with pytest.raises(lc.ConfigError, match="use dqsg"):
-        pair("ndqsg@hierarchical")
+    assert str(pair("ndqsg@hierarchical")[0]) == str(lc.codec("ndqsg"))  # nested between nodes
     with pytest.raises(lc.ConfigError, match="scatter-reduce"):
         pair("dqsg:bits=4", Hierarchical(inner=Ring()))
 

@@ -723,7 +723,6 @@ def test_it_learns_with_far_fewer_bytes(uses: ranks.Answers) -> None:
         ({"overlap": True, "overlap_steps": 0}, "from 1"),
         ({"overlap_steps": 2}, "goes with overlap=True"),
         ({"outer": "nesterov"}, "lc.Nesterov()"),
-        ({"codec": "ndqsg"}, "use dqsg"),
         ({}, "init_process_group"),
     ],
 )

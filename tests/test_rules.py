@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import laconic as lc
 from laconic.schedules import LocalRule, Moment
-from laconic.server._flat import Flat
 from laconic.schedules._replica import Replica
 from laconic.schedules._rules import MomentumRule
+from laconic.server._flat import Flat
 
 
 class Number(nn.Module):

@@ -177,6 +177,47 @@ def bytes_of(rank: int) -> Any:
     return served(opt, work)
 
 
+NESTED = "ndqsg:levels=3,block=tensor"
+
+
+def nested(rank: int) -> dict[str, Any]:
+    """Two workers whose gradients are nearly the same, then nothing alike; the server adapts."""
+    model = nn.Linear(6000, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    settings: dict[str, Any] = {"period": 1, "warmup_steps": 1, "local": None, "servers": 1}
+    opt = lc.SSD(torch.optim.SGD(model.parameters(), lr=1.0), model, codec=NESTED, **settings)
+    if opt.serves:
+        stats = []
+        opt.serve(lambda step: stats.append(opt.server_stats().nesting))
+        return {"stats": stats}
+
+    def gradient(step: int, alike: bool) -> Tensor:
+        common = torch.randn(6000, generator=torch.Generator().manual_seed(step))
+        own = torch.randn(6000, generator=torch.Generator().manual_seed(1000 * rank + step))
+        return common + 0.01 * own if alike else own
+
+    sent, errors, before = [], [], 0
+    total = torch.zeros(6000)
+    for step in range(120):
+        g = gradient(step, step < 100)
+        model.weight.grad = g.view(1, -1)
+        opt.step()
+        opt.wait()
+        with opt.global_weights():
+            change = total - model.weight.detach().flatten()  # lr = 1: the mean that was applied
+            total = model.weight.detach().flatten().clone()
+        # the other worker's gradient can be made here, too
+        other = torch.randn(6000, generator=torch.Generator().manual_seed(1000 * (3 - rank) + step))
+        common = torch.randn(6000, generator=torch.Generator().manual_seed(step))
+        exact = (g + (common + 0.01 * other if step < 100 else other)) / 2
+        errors.append(float((change - exact).square().sum() / exact.square().sum()))
+        now = opt.stats().sent_bytes
+        sent.append(now - before)
+        before = now
+    opt.leave()
+    return {"sent": sent, "errors": errors}
+
+
 def refusals(rank: int) -> dict[str, str]:
     model = network()
     opt = lc.SSD(sgd(model), model, codec="none", servers=1)
@@ -204,6 +245,8 @@ def refusals(rank: int) -> dict[str, str]:
     plain = lc.SSD(sgd(model), model, codec="none")
     heard("collectives", plain.leave)
     heard("no server", lambda: lc.AsyncSGD(sgd(model), model, servers=0))
+    heard("ndqsg", lambda: lc.SSD(sgd(model), model, codec="ndqsg"))
+    heard("ndqsg async", lambda: lc.AsyncSGD(sgd(model), model, codec="ndqsg"))
     heard("delay", lambda: lc.AsyncSGD(sgd(model), model, max_delay=-1))
     return found
 
@@ -300,7 +343,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
     jobs = (golden_rows, equals_collectives, resumed, spoilt, bytes_of, refusals)
-    more = (a_slow_worker, steps_when_not_finite)
+    more = (nested, a_slow_worker, steps_when_not_finite)
     return ranks.run((*jobs, *more), 3, tmp_path_factory.mktemp("three"))
 
 
@@ -338,6 +381,27 @@ def test_bytes_are_counted_exactly(three: ranks.Answers) -> None:
         assert 40 < counts[0] - push < 400
 
 
+def test_ndqsg_follows_how_alike_gradients_are(three: ranks.Answers) -> None:
+    """dqsg first; after four looks (steps 16, 32, 48, 64) ρ = 3; dqsg again when it fails."""
+    codec = lc.codec(NESTED)
+    wide, narrow = lc.codec("dqsg:levels=3,block=tensor").nbytes(6000), codec.nbytes(6000)
+    first, second = three[1, "nested"], three[2, "nested"]
+    frames = 80  # of the push, and of looking at the weights
+    assert first["sent"][2:] == [frames + wide] * 118  # worker 0 is P1
+    for step, sent in enumerate(second["sent"][2:], 2):
+        nests = 64 < step <= 100 and step % 16 != 0
+        assert sent == frames + (narrow if nests else wide), step
+    stats = three[0, "nested"]["stats"]
+    assert [one.ratio for one in stats[64:66]] == [3, 3] and stats[-1].ratio == 7
+    assert stats[98].failures < 1e-4 and stats[-1].failures > 1e-5
+    assert stats[98].correlation > 0.8 > stats[-1].correlation
+    # the mean's error: that of dqsg throughout, but for the step at which gradients changed
+    plain = max(first["errors"][2:64])
+    assert max(first["errors"][64:100]) < 1.1 * plain
+    assert max(first["errors"][101:]) < 2 * plain
+    assert first["errors"][100] < 12 * plain
+
+
 def test_refusals_say_what_works(three: ranks.Answers) -> None:
     server, worker = three[0, "refusals"], three[1, "refusals"]
     assert "call serve() on it" in server["step"] and "server_stats()" in server["stats"]
@@ -350,6 +414,7 @@ def test_refusals_say_what_works(three: ranks.Answers) -> None:
         assert "disagree on period" in found["disagree"]
         assert "servers=1" in found["collectives"]
         assert "servers must be an integer from 1" in found["no server"]
+        assert "servers=1" in found["ndqsg"] and "use dqsg" in found["ndqsg async"]
         assert "max_delay must be an integer from 0" in found["delay"]
 
 

@@ -570,7 +570,6 @@ def make(model: nn.Module | None = None, data: Any = None, **other: Any) -> lc.Q
         ({"steps": 0}, "steps must be an integer from 1"),
         ({"batch_size": True}, "batch_size must be an integer from 1"),
         ({"snapshot": "best"}, "'mean' or 'last'"),
-        ({"codec": "ndqsg"}, "use dqsg"),
         ({"codec": "qsgd@allreduce"}, "do not add up"),
         ({"codec": "fp16@allreduce", "exchange": "ring"}, "leave exchange= out"),
         ({"data": {"a": torch.zeros(3)}}, "not dict"),

@@ -29,6 +29,7 @@ class Run:
     scratch: Scratch = field(default_factory=Scratch)
     traffic: Traffic = field(default_factory=Traffic)
     known: set[Hashable] = field(default_factory=set)
+    memory: dict[Hashable, Any] = field(default_factory=dict)
     plain_bytes: int = 0
     exchange_seconds: float = 0.0
 
@@ -102,6 +103,7 @@ class Unit:
             step=step,
             tensor=slots[0].piece.number * _LANES + lane,
             known=run.known,
+            memory=run.memory,
             scratch=run.scratch,
             traffic=run.traffic,
         )

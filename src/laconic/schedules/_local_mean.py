@@ -53,6 +53,7 @@ class Mean:
         self._norms = _Norms(0.0, 0.0, 0.0)
         self._known: set[Hashable] = set()
         self._scratch = Scratch()
+        self._memory: dict[Hashable, Any] = {}
 
     def start(self, step: int, *, plain: bool = False) -> None:
         """Returns at once; do not touch the message until wait(). `step` names its draws."""
@@ -65,6 +66,7 @@ class Mean:
             known=self._known,
             scratch=self._scratch,
             traffic=self._lane.traffic,
+            memory=self._memory,
         )
         self._ticket = self._behind.give(partial(self._mean, call, plain))
         self.under_way = True

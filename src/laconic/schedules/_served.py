@@ -58,6 +58,7 @@ class Served:
             first = self._agreed_step()
             for number in range(self._roles.servers):
                 frame = self.remote.ask(number, Kind.PULL, step=first)
+                self.remote.ratios[number] = frame.number
                 self.remote.take(number, frame, coded=False, step=first, out=Vectors(out, out))
 
         self.turns.now(job)
@@ -94,8 +95,9 @@ class Served:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: servers save theirs."""
-        return {}
+        """What servers have told; they save the rest."""
+        return {"ratios": list(self.remote.ratios)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to load."""
+        """Go on from a state_dict."""
+        self.remote.ratios = [int(ratio) for ratio in state["ratios"]]

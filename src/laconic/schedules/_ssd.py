@@ -121,7 +121,7 @@ class SSD(Optimizer):
         check_numbers(optimizer, local, period, warmup_steps, seed, timeout_s)
         whole("servers", servers, 0)
         self.period, self.warmup_steps, self.local, self.seed = period, warmup_steps, local, seed
-        self.codec = chosen_codec(codec, "codec")
+        self.codec = chosen_codec(codec, "codec", rounds=servers > 0)
         self.pull_codec = PLAIN if pull_codec is None else chosen_pull_codec(pull_codec)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         roles = Roles(group, servers, timeout_s) if servers else None

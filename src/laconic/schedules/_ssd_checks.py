@@ -7,21 +7,33 @@ from collections.abc import Mapping
 
 from torch.optim import Optimizer
 
-from laconic.codecs import Codec, codec
+from laconic.codecs import NDQSG, Codec, codec
 from laconic.errors import ConfigError
 from laconic.exchanges import ScatterReduce
+from laconic.exchanges._nesting import check_nesting
 from laconic.schedules._module import whole
 from laconic.schedules._rules import LocalRule
 
 
-def chosen_codec(spec: str | Codec, name: str) -> Codec:
-    """The codec of a text; ConfigError if owners of chunks cannot decode it."""
+def chosen_codec(spec: str | Codec, name: str, *, rounds: bool = False) -> Codec:
+    """The codec of a text; ConfigError if owners of chunks cannot decode it.
+
+    `rounds`: a server decodes, which knows other workers' gradients of the same step.
+    """
     if isinstance(spec, str) and "@" in spec:
         raise ConfigError(
             f"{name}={spec!r}: the schedule is an exchange itself; leave out what is behind the @"
         )
     own = codec(spec)
-    ScatterReduce().check(own)
+    if not isinstance(own, NDQSG):
+        ScatterReduce().check(own)
+    elif rounds:
+        check_nesting(own)
+    else:
+        raise ConfigError(
+            f"{name}={own}: ndqsg needs a server that knows the other workers' gradients of the "
+            'same step, lc.SSD(.., servers=1), or lc.compress(model, "ndqsg"); or use dqsg'
+        )
     return own
 
 

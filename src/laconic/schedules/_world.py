@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ class World:
         self._device, self._seed = device, seed
         self.scratch, self.traffic = Scratch(), Traffic()
         self._known: set[Hashable] = set()
+        self._memory: dict[Hashable, Any] = {}
 
     def join(self, settings: dict[str, str], exchange: Exchange) -> None:
         """ConfigError on all ranks unless all have the same settings."""
@@ -81,4 +83,5 @@ class World:
             known=self._known,
             scratch=self.scratch,
             traffic=self.traffic,
+            memory=self._memory,
         )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic._wire import ALIGN
-from laconic.codecs import Codec
+from laconic.codecs import NDQSG, Codec
 from laconic.codecs._memory import Scratch
 from laconic.server._chunk import HOST, PLAIN, Chunk
 from laconic.server._desk import Request
 from laconic.server._difference import projection, take_over
 from laconic.server._flat import Flat
 from laconic.server._link import Flag
+from laconic.server._nests import Nests
 from laconic.server._shard import Settings, Shard
 
 ALL = 0  # weights that all workers get: the same bytes, the same draws
@@ -30,6 +33,7 @@ class Keeper:
         flat.read(whole)
         weights = whole[chunk.first : chunk.last]
         self.shard = Shard(optimizer, weights, flat.parts(chunk.number))
+        self.nests = Nests(codec, chunk) if isinstance(codec, NDQSG) else None
         self._sent: dict[int, Tensor] = {}  # what workers have, where differences are sent
         self._scratch = Scratch()
 
@@ -40,6 +44,14 @@ class Keeper:
             {name: value for name, value in group.items() if name != "params"}
             for group in self.shard.optimizer.param_groups
         ]
+
+    def mean(self, requests: Sequence[Request]) -> None:
+        """The mean of all members' gradients."""
+        if self.nests is not None and not requests[0].frame.flags & Flag.PLAIN:
+            self.nests.mean(requests, self.shard.mean)
+            return
+        for place, request in enumerate(requests):
+            self.add(request, first=place == 0, weight=1 / len(requests))
 
     def add(self, request: Request, *, first: bool, weight: float) -> None:
         """Add a gradient to those of this update."""
@@ -108,8 +120,11 @@ class Keeper:
         return {
             "shard": self.shard.state_dict(),
             "sent": {whose: x.clone() for whose, x in self._sent.items()},
+            "nests": None if self.nests is None else self.nests.state_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:
         self.shard.load_state_dict(state["shard"])
+        if self.nests is not None:
+            self.nests.load_state_dict(state["nests"])
         self._sent = {int(whose): x.to(self.chunk.device) for whose, x in state["sent"].items()}

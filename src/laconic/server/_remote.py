@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from laconic._wire import ALIGN
-from laconic.codecs import Codec
+from laconic.codecs import NDQSG, Codec
 from laconic.codecs._memory import Scratch
+from laconic.exchanges._nesting import at_ratio, plain_codec
 from laconic.exchanges._wires import segments_of
 from laconic.server._chunk import HOST, Chunk
 from laconic.server._difference import take_over
@@ -41,6 +42,7 @@ class Remote:
         self._told: Settings | None = None
         self._scratch = Scratch()
         self.versions = [0] * roles.servers  # of the weights that were read last
+        self.ratios = [0] * roles.servers  # that servers want of ndqsg; 0 before the first answer
 
     @property
     def links(self) -> Sequence[Link]:
@@ -54,7 +56,8 @@ class Remote:
         for number, (link, chunk, part) in enumerate(
             zip(self.links, self._chunks, parts, strict=True)
         ):
-            data = chunk.encode(part, push.codec, push.step, self._roles.number, 0)
+            codec = self._as_told(push.codec, number)
+            data = chunk.encode(part, codec, push.step, self._roles.number, 0)
             flags = push.flags
             if number >= pull_from:
                 flags &= ~(Flag.PULL | Flag.CODED)
@@ -71,7 +74,15 @@ class Remote:
         """One server's answer; its weights, if they were asked for, are still to be taken."""
         frame = self.links[number].answer()
         self.links[number].finish()
+        self.ratios[number] = frame.number
         return frame
+
+    def _as_told(self, codec: Codec, server: int) -> Codec:
+        """ndqsg at the ratio that a server has asked for; others are as they are."""
+        if not isinstance(codec, NDQSG):
+            return codec
+        ratio = self.ratios[server]
+        return at_ratio(codec, ratio) if ratio else plain_codec(codec)
 
     def take(self, number: int, frame: Frame, *, coded: bool, step: int, out: Vectors) -> None:
         """A chunk of weights that follows an answer."""

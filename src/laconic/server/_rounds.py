@@ -113,15 +113,16 @@ class Rounds:
         requests = [self._pushed.pop(worker) for worker in sorted(self.members)]
         spoilt = any(request.frame.flags & Flag.SPOILT for request in requests)
         if not spoilt:
-            for place, request in enumerate(requests):
-                self._keeper.add(request, first=place == 0, weight=1 / len(requests))
+            self._keeper.mean(requests)
         flags = self._keeper.step(requests[0].settings, spoilt)
         self.step += 1
         self._admit()
+        if self._keeper.nests is not None:
+            self._keeper.nests.tell(sorted(self.members), self.step)
         weights = self._weights(requests[0].frame)
         for request in requests:
             if weights is None:
-                request.done(flags=flags, step=self.step)
+                request.done(flags=flags, step=self.step, number=self._ratio(request))
             else:
                 self._with_weights(request, weights, flags)
 
@@ -141,4 +142,16 @@ class Rounds:
                 self._pulling.remove(request)
 
     def _with_weights(self, request: Request, data: Any, flags: Flag = Flag.NONE) -> None:
-        request.reply(Frame(kind=Kind.DONE, flags=flags, step=self.step, length=data.numel()), data)
+        frame = Frame(
+            kind=Kind.DONE,
+            flags=flags,
+            number=self._ratio(request),
+            step=self.step,
+            length=data.numel(),
+        )
+        request.reply(frame, data)
+
+    def _ratio(self, request: Request) -> int:
+        """NDQSG's, for the worker's next push."""
+        nests = self._keeper.nests
+        return 0 if nests is None else nests.ratio_of(request.worker)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laconic.errors import LaconicError
+from laconic.exchanges._nested import Nesting
 from laconic.server._arrivals import Arrivals, Delays
 from laconic.server._desk import Desk
 from laconic.server._keeper import ALL, Keeper
@@ -23,6 +24,7 @@ class ServerStats:
     lost: dict[int, str] = field(default_factory=dict)  # global ranks, and what was seen
     delays: dict[int, Delays] = field(default_factory=dict)  # by global rank; asynchronous only
     held_seconds: float = 0.0  # of all workers together, until they were answered
+    nesting: Nesting | None = None  # where the codec is ndqsg
     skipped_steps: int = 0
     skipped_shards: int = 0
     sent_bytes: int = 0
@@ -66,7 +68,7 @@ class Serving:
 
     def stats(self) -> ServerStats:
         """May be called from `each`, or from another thread."""
-        now, shard = self._now, self._keeper.shard
+        now, shard, nests = self._now, self._keeper.shard, self._keeper.nests
         members = sorted(now.members) if now else range(self._roles.workers)
         found: dict[str, Any] = {}
         if isinstance(now, Arrivals):
@@ -78,6 +80,7 @@ class Serving:
         return ServerStats(
             updates=self._updates(),
             members=tuple(self._roles.rank_of(worker) for worker in members),
+            nesting=None if nests is None else nests.stats(),
             skipped_steps=shard.skipped_steps,
             skipped_shards=shard.skipped_shards,
             sent_bytes=self._roles.traffic().sent_bytes,
