@@ -118,6 +118,7 @@ RULES: dict[str, LocalRule | None] = {
     "glu-alpha-1": lc.GLU(alpha=1.0),
     "glu-alpha-4": lc.GLU(alpha=4.0),
     "glu-alpha-4-beta-1": lc.GLU(alpha=4.0, beta=1.0),
+    "glu-alpha-8-beta-1": lc.GLU(alpha=8.0, beta=1.0),
     "adam": LocalAdam(),
     "adam-2g": LocalAdam(local_lr_scale=2.0),
     "adam-share-0": LocalAdam(share=0.0),

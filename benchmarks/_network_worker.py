@@ -2,6 +2,7 @@
 
     {"prepare": "qsgd:bits=4"}  make the model anew, and take the steps that are not measured
     {"steps": 40}               measure so many
+    {"reach": 0.88, ...}        train from scratch until so many test pictures are right
 
 Data: Fashion-MNIST, as Debian's package dataset-fashion-mnist has it.
 """
@@ -12,6 +13,7 @@ import copy
 import json
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,8 @@ class Worker:
 
     def __init__(self, start: Path) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        data, _ = _fashion.load()
+        data, test = _fashion.load()
+        self.test = test.pictures[rank::size].flatten(1), test.labels[rank::size]
         self.images, self.labels = data.pictures[rank::size].flatten(1), data.labels[rank::size]
         self.network = network()
         if start.exists():
@@ -110,11 +113,48 @@ class Worker:
         stats = self.handle.stats()
         return {name: getattr(stats, name) for name in COUNTED}
 
+    def reach(self, goal: float, every: int, most: int, seconds: float) -> dict[str, Any]:
+        """Steps and seconds until the goal, looked at every so many steps; looking is not timed.
+
+        All ranks decide alike: what is right is added up, and so are the seconds.
+        """
+        spent, steps, seen = 0.0, 0, []
+        while steps < most and spent < seconds:
+            start = time.perf_counter()
+            self.train(every)
+            if isinstance(self.optimizer, lc.SSD):
+                self.optimizer.wait()  # what is under way belongs to these steps
+            spent = self.mean(time.perf_counter() - start) + spent
+            steps += every
+            seen.append((steps, spent, self.accuracy()))
+            if seen[-1][2] >= goal:
+                break
+        sent = self.counted().get("sent_bytes")
+        return {"seen": seen, "reached": seen[-1][2] >= goal, "sent_bytes": sent}
+
+    def accuracy(self) -> float:
+        """Of the test pictures, all ranks together; of global weights where there are several."""
+        ssd = isinstance(self.optimizer, lc.SSD)
+        pictures, labels = self.test
+        with self.optimizer.global_weights() if ssd else nullcontext(), torch.no_grad():
+            right = float((self.trained(pictures).argmax(1) == labels).float().mean())
+        return self.mean(right)
+
+    def mean(self, number: float) -> float:
+        """Over ranks."""
+        found = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(found)
+        return float(found) / dist.get_world_size()
+
     def answer(self, job: dict[str, Any]) -> dict[str, Any]:
         """What the parent is told."""
         if "prepare" in job:
             self.prepare(job["prepare"])
             return {"seconds": self.train(UNTIL_KAPPA if self.handle else UNMEASURED)}
+        if "reach" in job:
+            self.network = network()
+            self.prepare(job["strategy"])
+            return self.reach(job["reach"], job["every"], job["most"], job["seconds"])
         return self.measure(job["steps"])
 
 

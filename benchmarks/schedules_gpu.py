@@ -118,21 +118,28 @@ def screened(options: Any) -> Groups:
 
 
 def finals(options: Any) -> Groups:
+    """Everything at the rate that suits synchronous training; some at one of their own, too."""
     rate, adam = options.rate, {"adam": True, "decay": 0.01}
-    papers = [ssd(k, name, rate) for k in (2, 4, 8) for name in ("glu", "dcasgd", "plain", "none")]
-    repairs = [ssd(k, name, rate) for name in options.repairs for k in (2, 4, 8, 16)]
-    coded = [ssd(4, name, rate, codec="ecdq:error=0.08") for name in ["glu", *options.repairs[:1]]]
+    best, *more = options.repairs
+    first = [sync(rate), sync(rate / 2)]
+    first += [ssd(k, best, rate) for k in (2, 4, 8, 16)]
+    first += [ssd(k, name, rate) for k in (2, 4, 8) for name in ("glu", "dcasgd", "plain", "none")]
+    first += [ssd(8, best, rate / 2), ssd(4, "glu", rate / 4), ssd(8, "glu", rate / 4)]
+    r, repairs = options.adam_rate, options.adam_repairs
+    adams = [sync(r, **adam), sync(2 * r, **adam)]
+    adams += [ssd(1, name, r, **adam) for name in ("none", *repairs)]
+    adams += [ssd(4, name, r, **adam) for name in ("glu", "plain", "none", *repairs)]
+    adams += [ssd(1, "none", r / 2, **adam)]
+    adams += [ssd(4, name, 2 * r, **adam) for name in repairs[:1]]
+    others = [ssd(8, name, rate) for name in more] + [ssd(4, name, rate) for name in more[:2]]
+    coded = [ssd(4, name, rate, codec="ecdq:error=0.08") for name in (best, "glu")]
     outer = [local(8, None, rate), local(8, lc.Nesterov(), rate)]
-    r = options.adam_rate
-    adams = [sync(r, **adam), ssd(1, "none", r, **adam)]
-    names = ["glu", "plain", "none", *options.adam_repairs]
-    adams += [ssd(k, name, r, **adam) for k in (4, 8) for name in names]
-    adams += [ssd(1, name, r, **adam) for name in options.adam_repairs]
     return [
-        ("pictures", [sync(rate), *repairs, *papers]),
+        ("pictures", first),
         ("characters", adams),
-        ("pictures", outer),
+        ("pictures", others),
         ("pictures", coded),
+        ("pictures", outer),
     ]
 
 

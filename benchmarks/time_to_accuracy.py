@@ -1,0 +1,97 @@
+"""How long until it has learnt? Seconds to 88% on Fashion-MNIST over shaped links.
+
+    python -m benchmarks.time_to_accuracy [--rates 100,1000] [--goal 0.88] [--save]
+
+Four hosts in the lab, as in benchmarks.network: an MLP (784-1024-1024-10), batches of 64 a worker,
+SGD with momentum 0.9 and a constant rate of 0.05, every strategy from the same random weights. The
+test part is looked at every 20 steps; looking is not timed, but for SSD what is under way is waited
+for before it, and that is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import _fashion
+from benchmarks._network_worker import FP16, FP32
+from benchmarks._rows import save
+from laconic import lab
+
+HOSTS, EVERY, MOST = 4, 20, 1000
+STRATEGIES = (
+    "ssd k=4 ecdq:error=0.08",
+    "ecdq:error=0.08",
+    "ssd k=4 dqsg:bits=4",
+    "dqsg:bits=4",
+    "ssd k=4",
+    FP16,
+    FP32,
+)
+
+
+def reach(run: lab.Run, strategy: str, goal: float, seconds: float) -> dict[str, Any]:
+    """One strategy at the present rate."""
+    job = {"reach": goal, "strategy": strategy, "every": EVERY, "most": MOST, "seconds": seconds}
+    run.send(json.dumps(job))
+    answers = [json.loads(line) for line in run.receive(timeout_s=seconds + 300)]
+    steps, spent, accuracy = answers[0]["seen"][-1]
+    return {
+        "strategy": strategy,
+        "reached": answers[0]["reached"],
+        "steps": steps,
+        "seconds": spent,
+        "accuracy": accuracy,
+        "step_ms": 1e3 * spent / steps,
+    }
+
+
+def main() -> None:
+    """Run all, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rates", default="100,1000")
+    parser.add_argument("--goal", type=float, default=0.88)
+    parser.add_argument("--seconds", type=float, default=600.0, help="the most for a strategy")
+    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
+    options = parser.parse_args()
+    _fashion.check()
+    console, rows = Console(), []
+    with tempfile.TemporaryDirectory() as folder, lab.Lab(hosts=HOSTS) as net:
+        start = Path(folder) / "start.pt"
+        command = [sys.executable, "-m", "benchmarks._network_worker", str(start)]
+        run = net.start(command, talk=True)
+        run.receive(timeout_s=120)
+        for rate in options.rates.split(","):
+            net.shape(*map(float, rate.split("/")))
+            found = []
+            for strategy in STRATEGIES:
+                row = reach(run, strategy, options.goal, options.seconds)
+                found.append({"rate": rate, "goal": options.goal, **row})
+                console.print(found[-1])
+            rows += found
+            console.print(table(rate, found))
+            if options.save:
+                save("time_to_accuracy", rows)  # what is there, should the rest be cut
+
+
+def table(rate: str, rows: list[dict[str, Any]]) -> Table:
+    """One rate's rows for a terminal."""
+    view = Table(title=f"{HOSTS} hosts, {rate} Mbit/s")
+    for name in ("strategy", "seconds", "steps", "ms a step", "accuracy"):
+        view.add_column(name, justify="left" if name == "strategy" else "right")
+    for row in rows:
+        spent = f"{row['seconds']:.1f}" if row["reached"] else f"not in {row['seconds']:.0f}"
+        ms, right = f"{row['step_ms']:.0f}", f"{row['accuracy']:.4f}"
+        view.add_row(row["strategy"], spent, str(row["steps"]), ms, right)
+    return view
+
+
+if __name__ == "__main__":
+    main()
