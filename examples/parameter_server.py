@@ -33,7 +33,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     torch.manual_seed(0)
     model = digits.network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     opt = lc.AsyncSGD(optimizer, model, max_delay=options.max_delay, codec=options.codec)
     if opt.serves:
         opt.serve()

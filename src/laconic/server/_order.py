@@ -31,12 +31,14 @@ class Order:
 
     def read(self, worker: int) -> int:
         """The version that the worker has read."""
+        self.forget(worker)  # it goes behind the others
         self.readers[worker] = self.version
         return self.version
 
     def may_apply(self, worker: int) -> bool:
         """Whether this reader's gradient may be applied now."""
-        others = sorted(version for name, version in self.readers.items() if name != worker)
+        # in order of reading, which is that of deadlines
+        others = [version for name, version in self.readers.items() if name != worker]
         return all(
             version + self.most >= self.version + 1 + place for place, version in enumerate(others)
         )

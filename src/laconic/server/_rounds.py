@@ -22,9 +22,10 @@ class Rounds:
     Leaving takes effect with the worker's next step, on all servers alike, because it stands in the
     place of a push. A worker that joins must do so at the same step T everywhere:
 
-    1. It asks server 0, which is in the middle of step t and answers T = t + 2, and does not
-       complete t until 3. So no worker gets an answer to its push of t and no worker pushes T.
-    2. It tells T to all other servers. They cannot have completed T.
+    1. It asks server 0, which is in the middle of step t and answers T = t + 1, and does not
+       complete t until 3. Workers push to all servers and wait for all answers before they push
+       again: nobody pushes T anywhere.
+    2. It tells T to all other servers. They cannot have completed T, though perhaps t.
     3. It tells server 0 that all know, and asks all for the weights of version T.
 
     A lost worker ends the training of all: its part of the mean is missing.
@@ -49,12 +50,16 @@ class Rounds:
                     f"worker {request.worker} (rank {rank}) is lost at step {self.step}, and "
                     f"synchronous training cannot go on without it: {request.lost}"
                 )
-            self._hear(request)
-            while self._round_is_full():
-                self._complete()
-                if each is not None:
-                    each(self.step)
-            self._answer_pulls()
+            self.handle(request, each)
+
+    def handle(self, request: Request, each: Callable[[int], object] | None) -> None:
+        """One request, and all rounds that it completes."""
+        self._hear(request)
+        while self._round_is_full():
+            self._complete()
+            if each is not None:
+                each(self.step)
+        self._answer_pulls()
 
     def _hear(self, request: Request) -> None:
         frame, worker = request.frame, request.worker
@@ -89,8 +94,9 @@ class Rounds:
             return
         if frame.number != FOLLOW:
             self._held.add(worker)
-        first = frame.step if frame.number == FOLLOW else self.step + 2
+        first = frame.step if frame.number == FOLLOW else self.step + 1
         self._joining[worker] = first
+        self._admit()  # a server may have come to that step already
         request.done(step=first)
         self._skip_to_joiners()
 
