@@ -78,7 +78,6 @@ class Worker:
             self.trained,
             period=int(period.removeprefix("k=")),
             warmup_steps=0,
-            local=lc.GLU(),
             codec=codec[0] if codec else "none",
             pull_codec=codec[0] if codec else None,
         )

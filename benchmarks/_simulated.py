@@ -212,7 +212,9 @@ class Delayed:
         self._warmup = round(steps)
         optimizer = setting.optimizer(flat.parameters)
         self._settings = settings_of(optimizer.param_groups)
-        self._replicas = [Replica(own, setting.rule, setting.period) for own in slot.flats]
+        self._replicas = [
+            Replica(own, setting.rule, setting.period, decoupled=setting.adam) for own in slot.flats
+        ]
         self._shard = Shard(optimizer, self._replicas[0].own, flat.groups)
         self._fine = torch.zeros(1, device=flat.device)
         self._codec = lc.codec(setting.codec)

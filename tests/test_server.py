@@ -86,7 +86,7 @@ def equals_collectives(rank: int) -> dict[str, Any]:
     """Two workers and a server, and the same two workers as owners: the same bits."""
     workers: Any = dist.new_group([1, 2])
     found = {}
-    for local in (lc.GLU(), None):
+    for local in (lc.GLU(), lc.MomentumRule(), None):
         settings: dict[str, Any] = {"period": 3, "warmup_steps": 2, "local": local, "codec": "none"}
         model = network(seed=0)
         opt = lc.SSD(sgd(model), model, servers=1, **settings)
@@ -399,7 +399,7 @@ def test_ndqsg_follows_how_alike_gradients_are(three: ranks.Answers) -> None:
     plain = max(first["errors"][2:64])
     assert max(first["errors"][64:100]) < 1.1 * plain
     assert max(first["errors"][101:]) < 2 * plain
-    assert first["errors"][100] < 12 * plain
+    assert plain < first["errors"][100] < 3  # one step with half of the values resolved wrongly
 
 
 def test_refusals_say_what_works(three: ranks.Answers) -> None:
@@ -562,7 +562,7 @@ def test_asynchronous_training_converges_within_its_delay(five: ranks.Answers, m
 def test_workers_come_and_go(five: ranks.Answers) -> None:
     for kind in ("ssd", "coded"):
         first, finite, steps = five[4, "come_and_go"][kind]
-        assert finite and 7 <= first <= 16 and steps == first + 4
+        assert finite and 5 <= first <= 16 and steps == first + 4
         for rank in (2, 3):
             assert five[rank, "come_and_go"][kind] == (0, True, 20)
         for rank in (0, 1):

@@ -22,8 +22,8 @@ SETTINGS = {
     "glu": Setting(name="", kind="ssd", period=2, rule=RULES["glu"], rate=0.1),
     "dcasgd": Setting(name="", kind="ssd", period=3, rule=RULES["dcasgd"], rate=0.1),
     "none": Setting(name="", kind="ssd", period=4, rate=0.1),
-    "momentum": Setting(name="", kind="ssd", period=3, rule=RULES["momentum"], rate=0.1),
-    "adam": Setting(name="", kind="ssd", period=4, rule=RULES["adam"], rate=0.01, adam=True),
+    "momentum": Setting(name="", kind="ssd", period=3, rule=lc.MomentumRule(), rate=0.1),
+    "adam": Setting(name="", kind="ssd", period=4, rule=lc.AdamRule(), rate=0.01, adam=True),
     "coded": Setting(
         name="", kind="ssd", period=3, rule=RULES["glu"], rate=0.1, codec="ecdq:error=0.1"
     ),

@@ -92,6 +92,19 @@ GOLDEN: dict[str, tuple[dict[str, Any], dict[str, Any], Rows]] = {
             (-0.15625, 1.84375, 0.75),  # g = (1.375, -0.625), w = 1.25, w_pre = 1: Δ = g + 1/32
         ),
     ),
+    # momentum ½ (the optimizer's), share ½: v ← ½·v + ¼·g, at a pull v ← v + ½·(W - M)/2 before.
+    # m is ½·m + ḡ, M ← M - ¼·m. Means of W are M at every step.
+    "momentum": (
+        {"period": 2},
+        {"lr": 0.25, "momentum": 0.5},
+        (
+            (0, 1, 0.5),  # g = (0, -4): v = (0, -1)
+            (0, 2.25, 1.125),  # g = (0, -3): v = (0, -½ - ¾)
+            # g = (0, -1.75), w = 1.125, W - w = (-1.125, 1.125): v = (-0.28125, -1.25 + 0.28125),
+            # then ½·v + ¼·g = (-0.140625, -0.921875)
+            (1.265625, 2.046875, 1.65625),
+        ),
+    ),
     # W ← w - ½·(g + ½·g²·(w - W)): as local sgd until the pull of step 3 is taken over at step 4
     "dc-asgd": (
         {"period": 4, "local": lc.DCASGD(strength=0.5)},
@@ -181,6 +194,12 @@ def masters(opt: lc.SSD, model: nn.Module) -> Tensor:
         return flat(model)
 
 
+def shard_of(opt: lc.SSD) -> Any:
+    """This rank's part of the master weights; there is no server."""
+    owners: Any = opt._masters
+    return owners.shard
+
+
 def same_everywhere(x: Tensor) -> bool:
     every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(every, x)
@@ -267,7 +286,7 @@ def owners_agree(rank: int) -> dict[str, Any]:
             "first": sum(losses[:3]),
             "last": sum(losses[-3:]),
             "same": same_everywhere(whole),
-            "own chunk": torch.equal(opt.flat.chunks(whole)[rank], opt._masters.shard.weights),
+            "own chunk": torch.equal(opt.flat.chunks(whole)[rank], shard_of(opt).weights),
             "pulled the same": same_everywhere(opt._replica.pulled),
             "pulled near": float((whole - opt._replica.pulled).norm() / moved),
             "own differ": same_everywhere(opt._replica.own),
@@ -330,6 +349,7 @@ def resumed(rank: int) -> dict[str, bool]:
     cases: list[dict[str, Any]] = [
         {"local": lc.GLU(), "codec": "ecdq:error=0.1", "pull_codec": "qsgd:bits=4"},
         {"local": lc.DCASGD(adaptive=True), "codec": "feedback(qsgd-topk)"},
+        {"codec": "ecdq:error=0.1"},  # AdamRule
     ]
     for number, settings in enumerate(cases):
 
@@ -461,7 +481,7 @@ def other_forms(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "bf16 falls": losses[-1] < losses[0],
         "bf16 rounded": torch.equal(flat(model), opt._replica.own.bfloat16().float()),
-        "master": opt._masters.shard.weights.dtype == torch.float32,
+        "master": shard_of(opt).weights.dtype == torch.float32,
         "pair": True,
     }
     if rank != 1:
@@ -477,8 +497,7 @@ def other_forms(rank: int) -> dict[str, Any]:
     def broken(*_: object) -> None:
         raise RuntimeError("the disk is on fire")
 
-    owner: Any = opt._masters.shard
-    owner.step = broken
+    shard_of(opt).step = broken
     found["raised"] = []
     for what in (lambda: train(opt, model, 0, 3, rank), opt.wait):
         try:
@@ -576,7 +595,7 @@ def test_bytes_are_those_of_the_formula(three: ranks.Answers) -> None:
 def test_a_run_resumes_to_the_bit(three: ranks.Answers) -> None:
     for rank in range(3):
         found = three[rank, "resumed"]
-        assert len(found) == 10 and all(found.values()), found
+        assert len(found) == 15 and all(found.values()), found
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(three: ranks.Answers) -> None:
@@ -656,9 +675,12 @@ BAD_SETTINGS: dict[str, dict[str, Any]] = {
     "warmup_steps must be an integer from 0, not 1.5": {"warmup_steps": 1.5},
     "seed must be an integer from 0, not -1": {"seed": -1},
     "timeout_s must be a positive number": {"timeout_s": 0},
-    "local must be GLU": {"local": "glu"},
+    "local must be .auto., MomentumRule": {"local": "glu"},
+    "AdamRule makes the steps of Adam and AdamW, and the optimizer is SGD: local=.auto. takes": {
+        "local": lc.AdamRule()
+    },
     "leave out what is behind the @": {"codec": "dqsg:bits=4@ring"},
-    "ndqsg decodes with side information": {"codec": "ndqsg"},
+    "ndqsg needs a server": {"codec": "ndqsg"},
     "feedback would add it twice": {"pull_codec": "feedback(qsgd:bits=2)"},
 }
 
@@ -779,7 +801,21 @@ def test_every_allowed_optimizer_steps_as_it_does_alone(kind: Any) -> None:
     assert torch.equal(flat(model), flat(plain))
 
 
-@pytest.mark.parametrize("kind", [lc.GLU, lc.DCASGD, lc.LocalSGDRule])
+@pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
+@pytest.mark.usefixtures("alone")
+def test_the_rule_fits_the_optimizer(kind: Any) -> None:
+    model = nn.Linear(2, 2)
+    wanted = {"SGD": lc.MomentumRule(), "Adam": lc.AdamRule(), "AdamW": lc.AdamRule()}
+    opt = lc.SSD(kind(model.parameters(), lr=0.1), model)
+    assert opt.local == wanted.get(kind.__name__)
+    assert opt._settings()["local"] == str(opt.local)
+    assert lc.SSD(kind(model.parameters(), lr=0.1), model, local=lc.GLU()).local == lc.GLU()
+    if kind is not torch.optim.SGD:
+        with pytest.raises(lc.ConfigError, match="MomentumRule makes the steps of SGD, and the"):
+            lc.SSD(kind(model.parameters(), lr=0.1), model, local=lc.MomentumRule())
+
+
+@pytest.mark.parametrize("kind", [lc.GLU, lc.DCASGD, lc.LocalSGDRule, lc.MomentumRule, lc.AdamRule])
 def test_rules_check_their_numbers(kind: Any) -> None:
     for value in (-1.0, float("nan"), "fast"):
         with pytest.raises(lc.ConfigError, match="local_lr_scale must be a number from 0"):

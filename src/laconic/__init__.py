@@ -43,10 +43,12 @@ from laconic.schedules import (
     GLU,
     QSVRG,
     SSD,
+    AdamRule,
     AsyncSGD,
     HeavyBall,
     LocalSGD,
     LocalSGDRule,
+    MomentumRule,
     Nesterov,
 )
 
@@ -61,6 +63,7 @@ __all__ = [
     "QSGD",
     "QSVRG",
     "SSD",
+    "AdamRule",
     "AllGather",
     "AllReduce",
     "AsyncSGD",
@@ -80,6 +83,7 @@ __all__ = [
     "LocalSGD",
     "LocalSGDRule",
     "LostError",
+    "MomentumRule",
     "Nested",
     "Nesterov",
     "Place",

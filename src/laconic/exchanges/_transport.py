@@ -91,8 +91,32 @@ def swap(
     send = joined((part for one in messages for part in one.parts()), "send", call, device)
     receive = call.scratch.take("receive", sum(room), device, torch.uint8)
     with call.traffic.sending(sum(out) - out[call.rank]):
-        dist.all_to_all_single(receive, send, room, out, group=call.group)
+        _all_to_all(receive, send, room, out, call)
     return _messages(receive.split(room), wires, rest)
+
+
+def _all_to_all(
+    receive: Tensor, send: Tensor, room: Sequence[int], out: Sequence[int], call: Call
+) -> None:
+    """out[j] bytes to rank j, room[i] from rank i.
+
+    Gloo's own sends to all ranks at once: n - 1 senders meet at every receiver, whose link then
+    loses packets. One after another, the next rank first, a link has about one sender at a time,
+    and 79-88% of its rate arrive instead of 63-69% (four hosts, 100 Mbit/s and 1 Gbit/s, MBs).
+    """
+    if send.is_cuda or dist.get_backend(call.group) != "gloo":
+        dist.all_to_all_single(receive, send, room, out, group=call.group)
+        return
+    n, rank, group = call.size, call.rank, call.group
+    arriving, leaving = receive.split(list(room)), send.split(list(out))
+    arriving[rank].copy_(leaving[rank])
+    before, behind = ([(rank + way * k) % n for k in range(1, n)] for way in (-1, 1))
+    awaited = [group.recv([arriving[i]], i, 0) for i in before if room[i]]
+    for j in behind:
+        if out[j]:
+            group.send([leaving[j]], j, 0).wait()
+    for work in awaited:
+        work.wait()
 
 
 def share(message: Message, call: Call, sizes: Sizes, rest: Sequence[int]) -> list[Message]:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from laconic.schedules._async import AsyncSGD, AsyncStats
 from laconic.schedules._local import LocalSGD, LocalStats
 from laconic.schedules._outer import HeavyBall, Nesterov, Outer
-from laconic.schedules._rules import DCASGD, GLU, LocalRule, LocalSGDRule, Moment
+from laconic.schedules._rules import (
+    DCASGD,
+    GLU,
+    AdamRule,
+    LocalRule,
+    LocalSGDRule,
+    Moment,
+    MomentumRule,
+)
 from laconic.schedules._ssd import SSD, SSDStats
 from laconic.schedules._svrg import QSVRG, SVRGStats
 
@@ -14,6 +22,7 @@ __all__ = [
     "GLU",
     "QSVRG",
     "SSD",
+    "AdamRule",
     "AsyncSGD",
     "AsyncStats",
     "HeavyBall",
@@ -22,6 +31,7 @@ __all__ = [
     "LocalSGDRule",
     "LocalStats",
     "Moment",
+    "MomentumRule",
     "Nesterov",
     "Outer",
     "SSDStats",

@@ -92,7 +92,7 @@ class AsyncSGD(Optimizer):
         check_module(model)
         if not dist.is_initialized():
             raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
-        check_numbers(optimizer, None, 1, 0, seed, timeout_s)
+        check_numbers(1, 0, seed, timeout_s)
         whole("servers", servers, 1)
         whole("max_delay", max_delay, 0)
         self.servers, self.max_delay, self.seed = servers, max_delay, seed

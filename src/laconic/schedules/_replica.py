@@ -18,14 +18,18 @@ class Replica:
     The next pull's memory is a local step's room while no pull is on its way (`coming`).
     """
 
-    def __init__(self, flat: Flat, rule: LocalRule | None, period: int) -> None:
+    def __init__(
+        self, flat: Flat, rule: LocalRule | None, period: int, *, decoupled: bool = False
+    ) -> None:
         self._flat, self._rule, self._period = flat, rule, period
+        self._decoupled = decoupled  # weight decay, where the settings do not say
         self.own, self.pulled, self.next = flat.empty(), flat.empty(), flat.empty()
         flat.read(self.own)
         self.pulled.copy_(self.own)
         kept = () if rule is None else rule.remembers
         self._memory = {name: torch.zeros_like(self.own) for name in kept}
         self._rates = [0.0] * len(flat.groups)  # of the last step
+        self._count = 0  # of steps since the memories began
         self.coming = False  # a pull was started, and not taken over yet
 
     def move(self, g: Tensor, spoilt: Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -34,6 +38,7 @@ class Replica:
         # the step is computed in memory that is free: W's own, if there are newer weights
         w, room = (self.next, self.own) if fresh else (self.own, self.next)
         if self._rule is not None:
+            self._count += 1
             for number, (first, last) in enumerate(self._flat.groups):
                 at = self._moment(w, g, groups[number], slice(first, last), self._rates[number])
                 self._rule.step(at, room[first:last])
@@ -50,6 +55,7 @@ class Replica:
     ) -> Moment:
         assert self._rule is not None
         lr = float(settings["lr"])
+        first, second = settings.get("betas", Moment.betas)
         return Moment(
             w=w[part],
             g=g[part],
@@ -60,7 +66,14 @@ class Replica:
             period=self._period,
             lr=lr * self._rule.local_lr_scale,
             lr_change=lr / before if before else 1.0,
+            count=self._count,
             decay=float(settings.get("weight_decay", 0.0)),
+            momentum=float(settings.get("momentum", 0.0)),
+            dampening=float(settings.get("dampening", 0.0)),
+            nesterov=bool(settings.get("nesterov", False)),
+            betas=(float(first), float(second)),
+            eps=float(settings.get("eps", Moment.eps)),
+            decoupled=bool(settings.get("decoupled_weight_decay", self._decoupled)),
         )
 
     def take_as_they_are(self) -> None:
@@ -68,6 +81,14 @@ class Replica:
         velocity = self._memory.get("velocity")
         if velocity is not None:
             torch.sub(self.own, self.next, out=velocity)
+        self.own.copy_(self.next)
+        self._take_over()
+
+    def begin_again(self) -> None:
+        """Own weights = what has come, after an absence: what was remembered is of no use now."""
+        for memory in self._memory.values():
+            memory.zero_()
+        self._count = 0
         self.own.copy_(self.next)
         self._take_over()
 
@@ -83,6 +104,7 @@ class Replica:
             "coming": self.next.clone() if self.coming else None,
             "memory": {name: memory.clone() for name, memory in self._memory.items()},
             "rates": list(self._rates),
+            "count": self._count,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -92,6 +114,6 @@ class Replica:
         self.coming = state["coming"] is not None
         if self.coming:
             self.next.copy_(state["coming"])
-        self._rates = list(state["rates"])
+        self._rates, self._count = list(state["rates"]), int(state["count"])
         for name, memory in self._memory.items():
             memory.copy_(state["memory"][name])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from laconic._version import __version__
 from laconic.codecs import Codec
@@ -22,13 +22,14 @@ from laconic.schedules._clean import clean
 from laconic.schedules._masters import PLAIN, Masters, Round
 from laconic.schedules._module import check_module, same_start, whole
 from laconic.schedules._replica import Replica
-from laconic.schedules._rules import GLU, LocalRule
+from laconic.schedules._rules import LocalRule
 from laconic.schedules._served import Served
 from laconic.schedules._ssd_checks import (
     check_identity,
     check_numbers,
     chosen_codec,
     chosen_pull_codec,
+    chosen_rule,
 )
 from laconic.server._chunk import Chunk
 from laconic.server._flat import Flat
@@ -36,8 +37,6 @@ from laconic.server._keeper import Keeper
 from laconic.server._roles import Roles
 from laconic.server._serving import ServerStats, Serving
 from laconic.server._shard import check_optimizer, settings_of
-
-_DEFAULT_RULE = GLU()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +78,8 @@ class SSD(Optimizer):
     - `optimizer` says which optimizer the owners run and holds its settings (learning-rate
       schedulers may act on it or on this object); its own step() is never called. It must step
       value by value: SGD, Adam, AdamW and the like.
+    - `local`: "auto" is MomentumRule() for SGD and AdamRule() for Adam and AdamW, which keep a rank
+      near the owners through long periods, and None for other optimizers. GLU() is the paper's.
     - `codec` is for gradients; `error=` of a codec is the budget of the mean that owners step
       with, spent in one encoding. `pull_codec` is for weights: None sends them as they are, others
       send differences to the last pull, so that errors do not accumulate.
@@ -106,7 +107,7 @@ class SSD(Optimizer):
         *,
         period: int = 4,
         warmup_steps: int = 500,
-        local: LocalRule | None = _DEFAULT_RULE,
+        local: LocalRule | Literal["auto"] | None = "auto",
         codec: str | Codec = "dqsg:bits=4",
         pull_codec: str | Codec | None = None,
         servers: int = 0,
@@ -118,9 +119,10 @@ class SSD(Optimizer):
         check_module(model)
         if not dist.is_initialized():
             raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
-        check_numbers(optimizer, local, period, warmup_steps, seed, timeout_s)
+        check_numbers(period, warmup_steps, seed, timeout_s)
         whole("servers", servers, 0)
-        self.period, self.warmup_steps, self.local, self.seed = period, warmup_steps, local, seed
+        self.period, self.warmup_steps, self.seed = period, warmup_steps, seed
+        self.local = chosen_rule(local, optimizer)
         self.codec = chosen_codec(codec, "codec", rounds=servers > 0)
         self.pull_codec = PLAIN if pull_codec is None else chosen_pull_codec(pull_codec)
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -142,7 +144,8 @@ class SSD(Optimizer):
             keeper = Keeper(chunk, self.flat, optimizer, self.codec, self.pull_codec)
             self._serving = Serving(keeper, roles, most_delay=None)
             return
-        self._replica = Replica(self.flat, local, period)
+        decoupled = isinstance(optimizer, AdamW)
+        self._replica = Replica(self.flat, self.local, period, decoupled=decoupled)
         self._masters: Masters | Served
         if roles:
             self._masters = Served(self.flat, roles, self.lane, seed, self.pull_codec)
@@ -229,7 +232,7 @@ class SSD(Optimizer):
         """On a worker that has left: take part again, from the step that is returned on."""
         masters = self._of_servers("join()", away=True)
         self._steps = masters.join(self._replica.next)
-        self._replica.take_as_they_are()
+        self._replica.begin_again()
         self.flat.write(self._replica.own)
         self._away = False
         return self._steps

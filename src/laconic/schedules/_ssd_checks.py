@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from laconic.codecs import NDQSG, Codec, codec
 from laconic.errors import ConfigError
 from laconic.exchanges import ScatterReduce
 from laconic.exchanges._nesting import check_nesting
 from laconic.schedules._module import whole
-from laconic.schedules._rules import LocalRule
+from laconic.schedules._rules import AdamRule, LocalRule, MomentumRule
 
 
 def chosen_codec(spec: str | Codec, name: str, *, rounds: bool = False) -> Codec:
@@ -48,14 +49,36 @@ def chosen_pull_codec(spec: str | Codec) -> Codec:
     return own
 
 
-def check_numbers(
-    optimizer: Optimizer,
-    local: LocalRule | None,
-    period: int,
-    warmup_steps: int,
-    seed: int,
-    timeout_s: float,
-) -> None:
+_RULES: dict[type[Optimizer], LocalRule] = {
+    SGD: MomentumRule(),
+    Adam: AdamRule(),
+    AdamW: AdamRule(),
+}
+
+
+def chosen_rule(local: Any, optimizer: Optimizer) -> LocalRule | None:
+    """The rule itself; "auto" is the one that follows this optimizer, if there is one."""
+    kind = type(optimizer)
+    rule = _RULES.get(kind) if isinstance(local, str) and local == "auto" else local
+    if rule is None:
+        return None
+    if not isinstance(rule, LocalRule):
+        raise ConfigError(
+            'local must be "auto", MomentumRule(), AdamRule(), GLU(), DCASGD(), LocalSGDRule() or '
+            f"None, not {rule!r}"
+        )
+    if rule.follows and kind not in rule.follows:
+        names = " and ".join(one.__name__ for one in rule.follows)
+        raise ConfigError(
+            f"{type(rule).__name__} makes the steps of {names}, and the optimizer is "
+            f'{kind.__name__}: local="auto" takes the rule that fits'
+        )
+    if any(group.get("maximize") for group in optimizer.param_groups):
+        raise ConfigError("local rules go downhill: give -loss instead of maximize=True")
+    return rule
+
+
+def check_numbers(period: int, warmup_steps: int, seed: int, timeout_s: float) -> None:
     """ConfigError for what cannot work."""
     for name, value, least in (
         ("period", period, 1),
@@ -65,10 +88,6 @@ def check_numbers(
         whole(name, value, least)
     if not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
-    if local is not None and not isinstance(local, LocalRule):
-        raise ConfigError(f"local must be GLU(), DCASGD(), LocalSGDRule() or None, not {local!r}")
-    if local is not None and any(group.get("maximize") for group in optimizer.param_groups):
-        raise ConfigError("local rules go downhill: give -loss instead of maximize=True")
 
 
 def check_identity(here: Mapping[str, str], there: Mapping[str, str]) -> None:
