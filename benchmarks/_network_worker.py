@@ -34,6 +34,7 @@ COUNTED = ("sent_bytes", "exchange_seconds", "wire_seconds")
 UNMEASURED = 3  # steps: DDP rebuilds its buckets after the first, and kernels are compiled
 UNTIL_KAPPA = 12  # steps: the hook has measured how much gradients have in common
 _START_STEPS = 200
+RACE_RATE, _RAMP = 0.1, 20  # the highest rate on the way to a goal, and steps up to it
 
 
 class Worker:
@@ -54,12 +55,12 @@ class Worker:
             if rank == 0:
                 torch.save(self.network.state_dict(), start)
 
-    def prepare(self, strategy: str) -> None:
+    def prepare(self, strategy: str, rate: float = 0.05) -> None:
         """A model at the start, as the strategy wants it."""
         self.trained = copy.deepcopy(self.network)
         self.model: nn.Module = self.trained
         self.handle: Any = None
-        self.optimizer: Any = torch.optim.SGD(self.trained.parameters(), lr=0.05, momentum=0.9)
+        self.optimizer: Any = torch.optim.SGD(self.trained.parameters(), lr=rate, momentum=0.9)
         if strategy.startswith(SSD):
             self.optimizer = self.handle = self.delayed(strategy)
         elif strategy != COMPUTE:
@@ -87,7 +88,7 @@ class Worker:
         index = torch.randint(len(self.labels), (BATCH,), generator=self.generator)
         return self.images[index], self.labels[index]
 
-    def train(self, steps: int) -> list[float]:
+    def train(self, steps: int, decay: Any = None) -> list[float]:
         """Seconds of every step."""
         seconds = []
         for _ in range(steps):
@@ -96,6 +97,8 @@ class Worker:
             self.optimizer.zero_grad()
             nn.functional.cross_entropy(self.model(images), labels).backward()
             self.optimizer.step()
+            if decay is not None:
+                decay.step()
             seconds.append(time.perf_counter() - start)
         return seconds
 
@@ -118,9 +121,12 @@ class Worker:
         All ranks decide alike: what is right is added up, and so are the seconds.
         """
         spent, steps, seen = 0.0, 0, []
+        decay = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min((step + 1) / _RAMP, 1 - step / most)
+        )
         while steps < most and spent < seconds:
             start = time.perf_counter()
-            self.train(every)
+            self.train(every, decay)
             if isinstance(self.optimizer, lc.SSD):
                 self.optimizer.wait()  # what is under way belongs to these steps
             spent = self.mean(time.perf_counter() - start) + spent
@@ -152,7 +158,7 @@ class Worker:
             return {"seconds": self.train(UNTIL_KAPPA if self.handle else UNMEASURED)}
         if "reach" in job:
             self.network = network()
-            self.prepare(job["strategy"])
+            self.prepare(job["strategy"], RACE_RATE)
             return self.reach(job["reach"], job["every"], job["most"], job["seconds"])
         return self.measure(job["steps"])
 

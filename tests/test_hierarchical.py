@@ -36,7 +36,7 @@ from laconic.exchanges import (
 from laconic.exchanges._hierarchical import _far, _Team
 
 NODES = {4: ((0, 1), (2, 3)), 5: ((0, 3), (1, 2, 4)), 6: ((0, 1), (2, 3), (4, 5))}
-STEPS = 20
+STEPS = 10
 PARTS = (5000, 1, 12_000, 3000)  # parameters in the tensor
 COUNT = sum(PARTS)
 CODECS = {  # and the error of the mean that each may have
