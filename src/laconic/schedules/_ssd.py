@@ -87,9 +87,9 @@ class SSD(Optimizer):
       rank, too: M, the optimizer's state and W stay finite. This is also what GradScaler needs:
       `scaler.step(opt)` runs on every rank, and each rank unscales by its own scale.
     - `servers=S`: the first S ranks of the group keep the master weights and do nothing else (call
-      `serve()` there), all others work: the paper's form, for workers that are slower than their
-      network, or come and go (`leave`, `join`). Bytes a worker sends at a step: the encoded vector;
-      a server sends each worker 1/(k·S) of the weights.
+      `serve()` there), all others work: the paper's form, for workers whose links are thinner than
+      the servers', or that come and go (`leave`, `join`). Bytes a worker sends at a step: the
+      encoded vector; a server sends each worker 1/(k·S) of the weights.
     - Weights differ between ranks: evaluate and save `with opt.global_weights():`. Buffers, such as
       those of batch normalisation, stay each rank's own after the start.
 
