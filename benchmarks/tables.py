@@ -99,9 +99,9 @@ headers.
 
 {_schedules()}
 
-What it says: bytes are as promised. In fp32 SSD with k = 1 or 2 is slower than synchronous training
-here, though it sends no more: the same bytes take longer by all-to-all (k = 1) than in the ring of
-Gloo's all-reduce. With a codec it is the fastest of all at 100 Mbit/s. At 1 Gbit/s it does not hide
+What it says: bytes are as promised. In fp32 SSD with k = 1 is slower than synchronous training
+here, though it sends no more: the same bytes take longer from each to all than in the ring of
+Gloo's all-reduce. With a codec it is the fastest of all at both rates. At 1 Gbit/s it does not hide
 everything: two cores compute for four workers and code for them.
 
 ## Time to accuracy over shaped links
