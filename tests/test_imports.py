@@ -26,7 +26,8 @@ LAYERS = (
     ("server",),
     ("schedules",),
     ("integrations",),
-    ("planner", "lab", "report", "cli", "__main__"),
+    ("planner", "lab", "report"),
+    ("cli", "__main__"),
 )
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 

@@ -533,7 +533,8 @@ class TestMissing:
     def test_root(self) -> None:
         self.status.write_text("CapEff:\t0000000000000000\n")
         assert lab.missing() == (
-            "The lab needs root: this process has no CAP_NET_ADMIN and no CAP_SYS_ADMIN. Try sudo."
+            "The lab needs root: this process has no CAP_NET_ADMIN and no CAP_SYS_ADMIN. Try sudo, "
+            "or `laconic lab run`, which makes a user namespace where the kernel allows it."
         )
         self.status.write_text("CapEff:\t00000000a80425fb\n")  # a container's usual ones
         assert "CAP_NET_ADMIN" in (lab.missing() or "")

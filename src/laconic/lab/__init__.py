@@ -16,6 +16,7 @@ from laconic.lab._hosts import Counters, Host
 from laconic.lab._lab import Lab, Network
 from laconic.lab._loopback import Loopback, LoopbackNetwork
 from laconic.lab._missing import missing
+from laconic.lab._rates import Rate
 from laconic.lab._run import Output, Run
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Network",
     "Output",
     "RankError",
+    "Rate",
     "Run",
     "missing",
 ]

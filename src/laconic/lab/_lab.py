@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for_any
-from pathlib import Path
 from typing import Any
 
 from laconic.errors import ConfigError
 from laconic.lab import _signals
 from laconic.lab._errors import LabError
-from laconic.lab._hosts import INTERFACE, SWITCH, Counters, Host, check_rate
+from laconic.lab._hosts import INTERFACE, SWITCH, Counters, Host
+from laconic.lab._leftovers import NAMESPACES, abandoned, new_name
 from laconic.lab._missing import missing
-from laconic.lab._ranks import seats
+from laconic.lab._ranks import Echo, seats
+from laconic.lab._rates import Rates, rates_of
 from laconic.lab._run import Run, Runs
 from laconic.lab._tools import find, ip
 
-_NAMESPACES = Path("/run/netns")  # where `ip netns` keeps their names
 _MOST_HOSTS = 250  # addresses of 10.77.0.0/24
 _FIRST_PORT = 29500  # torchrun's
 
@@ -30,21 +29,25 @@ _FIRST_PORT = 29500  # torchrun's
 class Lab:
     """`hosts` hosts on one switch, every link of `rate_mbit` in each direction, or without a limit.
 
+    `rate_mbit` may be a list with one for each host, and `lab.Rate(up_mbit=, down_mbit=)` in
+    the place of a number.
+
     Used in a `with` statement, it makes a Network, and takes it away whatever happens inside:
     an exception, Ctrl-C, and in the main thread SIGTERM and SIGHUP, which then raise SystemExit
-    unless the program handles them itself. (SIGKILL leaves all of it: `ip netns list` shows what
-    is called laconic-…, `ip netns del` removes it.) Nothing is made outside namespaces of its own.
+    unless the program handles them itself. SIGKILL leaves all of it, and the next lab on this
+    machine removes what is left: names tell the process. Nothing is made outside namespaces of its
+    own.
     """
 
     hosts: int
-    rate_mbit: float | None = None
+    rate_mbit: Rates = None
     _open: list[tuple[Network, dict[signal.Signals, Any]]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
         check_count("hosts", self.hosts, _MOST_HOSTS)
-        check_rate(self.rate_mbit)
+        rates_of(self.rate_mbit, self.hosts)
 
     def __enter__(self) -> Network:
         """Make the hosts."""
@@ -53,6 +56,8 @@ class Lab:
             lacking = missing()
             if lacking:
                 raise LabError(lacking)
+            for namespace in abandoned():
+                _remove(namespace)
             network.make(self.rate_mbit)
             self._open.append((network, handlers))
         except BaseException:
@@ -70,7 +75,7 @@ class Network:
     """The hosts of a lab that exists."""
 
     def __init__(self, hosts: int) -> None:
-        name = f"laconic-{secrets.token_hex(4)}"
+        name = new_name()
         self._switch = f"{name}-switch"
         self.hosts = tuple(
             Host(
@@ -83,7 +88,7 @@ class Network:
         )
         self._runs = Runs()
 
-    def make(self, rate_mbit: float | None) -> None:
+    def make(self, rate_mbit: Rates) -> None:
         """Make namespaces, switch and links."""
         for namespace in self._namespaces:
             ip("netns", "add", namespace)
@@ -94,10 +99,10 @@ class Network:
             host.connect()
         self.shape(rate_mbit)
 
-    def shape(self, rate_mbit: float | None, burst_kb: float | None = None) -> None:
-        """Give all links this rate, while processes run."""
-        for host in self.hosts:
-            host.shape(rate_mbit, burst_kb)
+    def shape(self, rate_mbit: Rates, burst_kb: float | None = None) -> None:
+        """Give all links this rate, or each its own, while processes run."""
+        for host, rate in zip(self.hosts, rates_of(rate_mbit, len(self.hosts)), strict=True):
+            host.shape(rate, burst_kb)
 
     def counters(self) -> tuple[Counters, ...]:
         """Bytes that every host has sent and received."""
@@ -111,10 +116,12 @@ class Network:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         talk: bool = False,
+        echo: Echo | None = None,
     ) -> Run:
         """Start the command on every host, with the variables that torchrun would set.
 
-        It sees our environment, `env` on top. All ranks of the first host come first.
+        It sees our environment, `env` on top. All ranks of the first host come first. `echo(rank,
+        line)` is given every line as it is written.
         """
         check_count("ranks_per_host", ranks_per_host, 1000)
         enter = (find("ip") or "ip", "netns", "exec")
@@ -125,7 +132,7 @@ class Network:
             port=_FIRST_PORT + len(self._runs),  # the last run's may not be free yet
             interface=INTERFACE,
         )
-        return self._runs.start(places, command, env=env, cwd=cwd, talk=talk)
+        return self._runs.start(places, command, env=env, cwd=cwd, talk=talk, echo=echo)
 
     def close(self) -> None:
         """Kill what runs on the hosts and remove them; done twice, it does nothing."""
@@ -147,7 +154,7 @@ def check_count(name: str, value: object, most: int) -> None:
 
 def _remove(namespace: str) -> None:
     """End the processes inside, whoever started them, and delete the namespace."""
-    if not (_NAMESPACES / namespace).exists():
+    if not (NAMESPACES / namespace).exists():
         return
     with suppress(LabError):  # a namespace half made has no processes, and cannot be asked
         while pids := ip("netns", "pids", namespace).split():

@@ -10,7 +10,7 @@ from typing import Any
 
 from laconic.lab import _signals
 from laconic.lab._lab import check_count
-from laconic.lab._ranks import seats
+from laconic.lab._ranks import Echo, seats
 from laconic.lab._run import Run, Runs
 
 
@@ -52,6 +52,7 @@ class LoopbackNetwork:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         talk: bool = False,
+        echo: Echo | None = None,
     ) -> Run:
         """As Network.start."""
         check_count("ranks_per_host", ranks_per_host, 1000)
@@ -62,7 +63,7 @@ class LoopbackNetwork:
             port=_free_port(),
             interface="lo",
         )
-        return self._runs.start(places, command, env=env, cwd=cwd, talk=talk)
+        return self._runs.start(places, command, env=env, cwd=cwd, talk=talk, echo=echo)
 
     def close(self) -> None:
         """Kill what runs; done twice, it does nothing."""

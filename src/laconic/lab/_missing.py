@@ -29,7 +29,10 @@ def missing() -> str | None:
         return f"{' and '.join(absent)} {verb} not installed: install the package iproute2."
     lacking = _lacking()
     if lacking:
-        return f"The lab needs root: this process has no {' and no '.join(lacking)}. Try sudo."
+        return (
+            f"The lab needs root: this process has no {' and no '.join(lacking)}. Try sudo, or "
+            "`laconic lab run`, which makes a user namespace where the kernel allows it."
+        )
     refusal = _refusal()
     return refusal and f"The kernel refuses what the lab needs: {refusal}"
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO
 
 _TAIL_LINES, _TAIL_BYTES = 30, 6000
+Echo = Callable[[int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,7 @@ class Rank:
     """One process, in a session of its own, so that a Ctrl-C for us is not one for it.
 
     It writes to files, which never fill up as pipes do; with `talk`, stdin and stdout are pipes.
+    With `echo`, threads read both outputs, hand on every line and keep it.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Rank:
         env: Mapping[str, str],
         cwd: str | os.PathLike[str] | None,
         talk: bool,
+        echo: Echo | None = None,
     ) -> None:
         self.number, self.host = number, seat.host
         with ExitStack() as files:
@@ -75,8 +80,8 @@ class Rank:
             self.process = subprocess.Popen(
                 [*seat.prefix, *command],
                 stdin=subprocess.PIPE if talk else subprocess.DEVNULL,
-                stdout=written or subprocess.PIPE,
-                stderr=self.stderr,
+                stdout=subprocess.PIPE if echo else written or subprocess.PIPE,
+                stderr=subprocess.PIPE if echo else self.stderr,
                 bufsize=0,  # a line is read to its end and not beyond: what is left wakes a wait
                 env={**os.environ, **env, **seat.variables},
                 cwd=cwd,
@@ -84,6 +89,24 @@ class Rank:
             )
             self._file: IO[bytes] | None = written
             self._files = files.pop_all()
+        self._readers = [
+            threading.Thread(target=self._follow, args=(stream, kept, echo), daemon=True)
+            for stream, kept in (
+                (self.process.stdout, self._file),
+                (self.process.stderr, self.stderr),
+            )
+            if echo is not None and stream is not None and kept is not None
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _follow(self, stream: IO[bytes], kept: IO[bytes], echo: Echo) -> None:
+        """Until the process, and all that it has left behind, has closed the stream."""
+        with stream:
+            for line in io.BufferedReader(stream):  # pyright: ignore[reportArgumentType]
+                kept.write(line)
+                kept.flush()
+                echo(self.number, line.decode(errors="replace").rstrip("\n"))
 
     @property
     def stdout(self) -> IO[bytes]:
@@ -117,12 +140,22 @@ class Rank:
 
     def kill(self) -> None:
         """End the process and all of its group."""
+        self.signal(signal.SIGKILL)
+
+    def finish(self) -> None:
+        """All that the ended process wrote has been read."""
+        for reader in self._readers:
+            reader.join()
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process and all of its group."""
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, number)
 
     def close(self) -> None:
         """Reap the ended process and forget what it wrote."""
         self.process.wait()
+        self.finish()
         self.hang_up()
         self.stdout.close()
         self._files.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from laconic.errors import ConfigError
 from laconic.lab._errors import LabError, RankError
-from laconic.lab._ranks import Rank, Seat
+from laconic.lab._ranks import Echo, Rank, Seat
 from laconic.lab._signals import postponed
 
 
@@ -41,14 +42,16 @@ class Run:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         talk: bool = False,
+        echo: Echo | None = None,
     ) -> None:
         if isinstance(command, str) or not command:
             raise ConfigError(f'command must be words, as in ["python", "x.py"], not {command!r}')
         self._ranks: list[Rank] = []
         self._talk, self._closed = talk, False
+        self._lost: set[int] = set()  # hosts that were killed: their ranks need not end well
         try:
             for number, seat in enumerate(seats):
-                rank = Rank(number, seat, command, env=env or {}, cwd=cwd, talk=talk)
+                rank = Rank(number, seat, command, env=env or {}, cwd=cwd, talk=talk, echo=echo)
                 self._ranks.append(rank)
         except BaseException:
             self.kill()
@@ -91,6 +94,30 @@ class Run:
             self.kill()
             raise
 
+    def pause(self, host: int) -> None:
+        """The host's processes stand still, as those of an overloaded machine; its link is up."""
+        for rank in self._signal(host, signal.SIGSTOP):
+            # until the kernel has stopped it, or it has ended
+            os.waitid(os.P_PID, rank.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+    def resume(self, host: int) -> None:
+        """They go on."""
+        self._signal(host, signal.SIGCONT)
+
+    def lose(self, host: int) -> None:
+        """The host's processes are killed, and `wait` does not count that as a failure."""
+        self._lost.add(host)
+        self._signal(host, signal.SIGKILL)
+
+    def _signal(self, host: int, number: signal.Signals) -> list[Rank]:
+        self._check_open()
+        found = [rank for rank in self._ranks if rank.host == host]
+        if not found:
+            raise ConfigError(f"no rank of this run is on host {host!r}")
+        for rank in found:
+            rank.signal(number)
+        return found
+
     def kill(self) -> None:
         """End what still runs; done twice, it does nothing."""
         with postponed():
@@ -106,7 +133,8 @@ class Run:
             ends = {_pidfd(rank, stack): rank for rank in self._ranks}
             for end in _as_ready(ends, timeout_s):
                 rank = ends.pop(end)
-                if rank.process.wait():
+                if rank.process.wait() and rank.host not in self._lost:
+                    rank.finish()
                     raise self._failure(rank)
 
     def _receive(self, timeout_s: float) -> tuple[str, ...]:

@@ -1,0 +1,5 @@
+"""`python -m laconic`."""
+
+from laconic.cli import main
+
+main()
