@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from laconic.errors import ConfigError
 from laconic.exchanges._agree import agree
 from laconic.exchanges._ratio import HasRatio
 from laconic.schedules._clean import clean
+from laconic.schedules._flat_optimizer import FlatOptimizer
 from laconic.schedules._masters import PLAIN
 from laconic.schedules._module import check_module, same_start, whole
 from laconic.schedules._ssd_checks import check_numbers, chosen_codec, chosen_pull_codec
@@ -28,7 +29,7 @@ from laconic.server._keeper import Keeper
 from laconic.server._link import Flag, Frame, Kind
 from laconic.server._remote import Push, Remote, Vectors
 from laconic.server._roles import Roles
-from laconic.server._serving import ServerStats, Serving
+from laconic.server._serving import Serving
 from laconic.server._shard import check_optimizer, settings_of
 
 
@@ -45,7 +46,7 @@ class AsyncStats(HasRatio):
     wire_seconds: float  # waiting for servers included
 
 
-class AsyncSGD(Optimizer):
+class AsyncSGD(FlatOptimizer):
     """Asynchronous SGD: a server applies each worker's gradient as it arrives (QSGD, section 4).
 
     The first `servers` ranks of the group keep the weights x, cut among them; all others compute.
@@ -124,12 +125,7 @@ class AsyncSGD(Optimizer):
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Send this worker's gradients, and go on with the newest weights."""
-        if closure is not None:
-            raise ConfigError("step() takes no closure: call backward() first, then step()")
-        self._check_worker("step()")
-        if self._swapped:
-            raise ConfigError("step() inside global_weights(): leave the with block first")
-        self.optimizer._opt_called = True  # pyright: ignore (schedulers of its own look at this)
+        self._check_step(closure)
         self.flat.read_gradients(self._g)
         if bool(clean(self, self._g) > 0):
             self._skipped[0] += 1
@@ -181,15 +177,6 @@ class AsyncSGD(Optimizer):
         self._own, self._next = self._next, self._own
         self.flat.write(self._own)
 
-    def serve(self, each: Callable[[int], object] | None = None) -> None:
-        """On server ranks: keep weights until the last worker has left or is lost.
-
-        `each(updates)` is called behind every update of this server, say to save `state_dict()`.
-        """
-        if not self.serves:
-            raise ConfigError("this rank works: the first `servers` ranks serve (opt.serves)")
-        self._serving.serve(each)
-
     def leave(self) -> None:
         """On a worker: servers go on without it. Every worker should, for `serve` to return."""
         self._check_worker("leave()")
@@ -211,19 +198,8 @@ class AsyncSGD(Optimizer):
         self._check_worker("global_weights()")
         with torch.no_grad():
             self._remote.peek(self._steps, self._next)
-            self.flat.write(self._next)
-        self._swapped = True
-        try:
+        with self._showing(self._next, lambda: self._own):
             yield
-        finally:
-            self._swapped = False
-            self.flat.write(self._own)
-
-    def _check_worker(self, what: str) -> None:
-        if self.serves:
-            raise ConfigError(f"{what}: this rank keeps weights for the others, call serve() on it")
-        if self._away:
-            raise ConfigError(f"{what}: this worker has left, call join() first")
 
     def stats(self) -> AsyncStats:
         """On a worker: counts, bytes and delays so far."""
@@ -239,18 +215,6 @@ class AsyncSGD(Optimizer):
             plain_bytes=self._plain_bytes,
             wire_seconds=traffic.wire_seconds,
         )
-
-    def server_stats(self) -> ServerStats:
-        """On a server rank: updates, who is there, who is lost, how late gradients were."""
-        if not self.serves:
-            raise ConfigError("this rank works: stats()")
-        return self._serving.stats()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while the schedule is made."""
-        if hasattr(self, "flat"):
-            raise ConfigError("add parameter groups to the optimizer before making the schedule")
-        super().add_param_group(param_group)
 
     def _settings(self) -> dict[str, str]:
         return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import Lane, own_group
 from laconic.exchanges._ratio import HasRatio
 from laconic.schedules._clean import clean
+from laconic.schedules._flat_optimizer import FlatOptimizer
 from laconic.schedules._masters import PLAIN, Masters, Round
 from laconic.schedules._module import check_module, same_start, whole
 from laconic.schedules._replica import Replica
@@ -35,7 +36,7 @@ from laconic.server._chunk import Chunk
 from laconic.server._flat import Flat
 from laconic.server._keeper import Keeper
 from laconic.server._roles import Roles
-from laconic.server._serving import ServerStats, Serving
+from laconic.server._serving import Serving
 from laconic.server._shard import check_optimizer, settings_of
 
 
@@ -53,7 +54,7 @@ class SSDStats(HasRatio):
     wire_seconds: float  # of these, in collectives, waiting for other ranks included
 
 
-class SSD(Optimizer):
+class SSD(FlatOptimizer):
     """SSD-SGD: gradients to their owners at every step, weights from them at every k-th.
 
     All trainable parameters are one fp32 vector; rank j owns the j-th chunk of n: the master
@@ -157,6 +158,7 @@ class SSD(Optimizer):
     def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take this rank's gradients; on all ranks."""
         self._check_step(closure)
+        self._masters.turns.raise_errors()
         t, mine = self._steps, self._replica
         self._masters.turns.wait(t)  # the push before the last one has this buffer
         g = self._gradients[t % 2]
@@ -177,21 +179,6 @@ class SSD(Optimizer):
         self.flat.write(mine.own)
         self._steps += 1
 
-    def _check_step(self, closure: object) -> None:
-        if closure is not None:
-            raise ConfigError("step() takes no closure: call backward() first, then step()")
-        self._check_worker("step()")
-        if self._swapped:
-            raise ConfigError("step() inside global_weights(): leave the with block first")
-        trained = sum(p.requires_grad for group in self.param_groups for p in group["params"])
-        if trained != len(self.flat.parameters):
-            raise ConfigError(
-                "the optimizer's trainable parameters have changed: freeze, unfreeze and add "
-                "parameters before making the schedule"
-            )
-        self._masters.turns.raise_errors()
-        self.optimizer._opt_called = True  # pyright: ignore (schedulers of its own look at this)
-
     def _start(self, g: Tensor, spoilt: Tensor, codec: Codec, pull_codec: Codec | None) -> None:
         self._masters.start(
             Round(
@@ -210,16 +197,6 @@ class SSD(Optimizer):
         """Until nothing is on its way; errors of the communication thread are raised here."""
         if not self.serves:
             self._masters.turns.wait_for_all()
-
-    def serve(self, each: Callable[[int], object] | None = None) -> None:
-        """On server ranks: keep weights until the last worker has left.
-
-        `each(steps)` is called behind every step of this server, say to save `state_dict()`.
-        Raises LostError, here and on all workers, if a worker is lost.
-        """
-        if not self.serves:
-            raise ConfigError("this rank works: the first `servers` ranks serve (opt.serves)")
-        self._serving.serve(each)
 
     def leave(self) -> None:
         """On a worker: servers go on without it. Every worker must, for `serve` to return."""
@@ -245,12 +222,6 @@ class SSD(Optimizer):
             raise ConfigError(f"{what}: this worker has {'' if self._away else 'not '}left")
         return masters
 
-    def _check_worker(self, what: str) -> None:
-        if self.serves:
-            raise ConfigError(f"{what}: this rank keeps weights for the others, call serve() on it")
-        if self._away:
-            raise ConfigError(f"{what}: this worker has left, call join() first")
-
     @contextmanager
     def global_weights(self) -> Iterator[None]:
         """The model has the master weights, the same bits on all ranks; its own ones afterwards.
@@ -262,13 +233,8 @@ class SSD(Optimizer):
         self.wait()
         room = self._gradients[0]  # nothing is on its way
         self._masters.gather(self._steps, room)
-        self.flat.write(room)
-        self._swapped = True
-        try:
+        with self._showing(room, lambda: self._replica.own):
             yield
-        finally:
-            self._swapped = False
-            self.flat.write(self._replica.own)
 
     def stats(self) -> SSDStats:
         """Bytes, times and counts so far; `wait()` first to count what is on its way."""
@@ -285,18 +251,6 @@ class SSD(Optimizer):
             exchange_seconds=self.lane.seconds,
             wire_seconds=traffic.wire_seconds,
         )
-
-    def server_stats(self) -> ServerStats:
-        """On a server rank."""
-        if not self.serves:
-            raise ConfigError("this rank works: stats()")
-        return self._serving.stats()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while the schedule is made."""
-        if hasattr(self, "flat"):
-            raise ConfigError("add parameter groups to the optimizer before making the schedule")
-        super().add_param_group(param_group)
 
     def _settings(self) -> dict[str, str]:
         return {
