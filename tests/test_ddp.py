@@ -12,7 +12,6 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -252,7 +251,7 @@ def dying_worker(rank: int, store: str, results: Any) -> None:
 
 
 def test_a_peer_that_dies_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
-    context = mp.get_context("spawn")
+    context = ranks.processes()
     results = context.Queue()
     store = str(tmp_path / "store")
     started = [context.Process(target=dying_worker, args=(r, store, results)) for r in range(2)]

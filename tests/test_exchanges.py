@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ranks import member
 
 import laconic as lc
@@ -118,7 +118,7 @@ def hash_of(x: torch.Tensor) -> int:
 
 @lru_cache
 def run(size: int, folder: str) -> dict[tuple[int, str], dict[str, Any]]:
-    context = mp.get_context("spawn")
+    context = ranks.processes()
     results = context.Queue()
     store = str(Path(folder) / f"store{size}")
     started = [
@@ -216,7 +216,7 @@ def test_a_false_size_is_refused_before_anything_is_allocated() -> None:
 
 
 def test_chunks_cover_the_tensor() -> None:
-    for numel, ranks in ((0, 3), (1, 3), (511, 2), (20_001, 5), (512 * 3, 3)):
-        edges = chunk_edges(numel, ranks)
-        assert edges[0] == 0 and edges[-1] == numel and len(edges) == ranks + 1
+    for numel, size in ((0, 3), (1, 3), (511, 2), (20_001, 5), (512 * 3, 3)):
+        edges = chunk_edges(numel, size)
+        assert edges[0] == 0 and edges[-1] == numel and len(edges) == size + 1
         assert edges == sorted(edges) and all(edge % 512 == 0 or edge == numel for edge in edges)

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from ranks import member
+from ranks import member, processes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -350,7 +349,7 @@ def worker(rank: int, size: int, store: str, results: Any) -> None:
 @lru_cache
 def outcomes(size: int, folder: str) -> dict[tuple[int, str], Any]:
     """What every case found on every rank, up to the first error: it is not tried again."""
-    context = mp.get_context("spawn")
+    context = processes()
     results = context.Queue()
     store = str(Path(folder) / f"nodes{size}")
     started = [

@@ -14,7 +14,6 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from test_ssd import GOLDEN, TARGETS, Number, flat, loss_of, network
 from torch import Tensor, nn
 
@@ -613,7 +612,7 @@ def dying(rank: int, store: str, kind: str, results: Any) -> None:
 
 
 def survivors(kind: str, folder: Path) -> dict[int, list[Any]]:
-    context = mp.get_context("spawn")
+    context = ranks.processes()
     results = context.Queue()
     started = [
         context.Process(target=dying, args=(rank, str(folder / "store"), kind, results))
