@@ -21,10 +21,15 @@ BACKENDS = ("reference", "numba", "triton")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interrupts() -> None:
-    """A shell that starts tests in the background has them, and all they start, ignore Ctrl-C."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+def signals_arrive() -> None:
+    """Tests, and all they start, ignore Ctrl-C behind a shell's `&`, and SIGHUP under nohup."""
+    for number, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 @pytest.fixture(scope="session", autouse=True)
