@@ -119,7 +119,9 @@ one seed.
 
 ## Which local rule?
 
-`python -m benchmarks.schedules_gpu --data FILE --stage final --rate 0.8 --save`,
+`python -m benchmarks.schedules_gpu --data FILE --stage final --rate 0.8 --adam-rate 0.002 --repairs
+momentum momentum-share-0 glu-alpha-4-beta-1 momentum-0.8 glu-alpha-8-beta-1 momentum-share-0.5
+--adam-repairs adam-2g adam --seconds 520 --save`,
 {_machine("schedules_gpu")}. ResNet-20 on CIFAR-10 (a JPEG copy), 4 simulated workers with batches
 of 128, 12 epochs with one cycle of the rate, momentum 0.9 on the owners, one epoch of warm-up;
 rules and optimizers of the product, the transport simulated (`tests/test_simulated.py`: equal to

@@ -321,6 +321,46 @@ def test_silence_is_an_error() -> None:
             net.start(python("pass"), talk=True).receive(timeout_s=20)
 
 
+@pytest.mark.parametrize("status", [0, 3])
+def test_lines_are_kept_to_the_last_and_who_holds_the_pipes_is_not_waited_for(
+    status: int, tmp_path: Path
+) -> None:
+    """The rank ends; a child of it, in a session of its own, holds both pipes and writes later."""
+    late = f"""
+import pathlib, time
+end = time.monotonic() + 60
+while not pathlib.Path({str(tmp_path / "go")!r}).exists() and time.monotonic() < end:
+    time.sleep(0.01)
+print("too late", flush=True)
+"""
+    code = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {late!r}], start_new_session=True)
+print("\\n".join(map(str, range(5000))))
+print(child.pid)
+print("the end", file=sys.stderr)
+sys.exit({status})
+"""
+    before, heard = set(threading.enumerate()), []
+    try:
+        with lab.Loopback(hosts=1) as net:
+            run = net.start(python(code), echo=lambda rank, line: heard.append(line))
+            if status:
+                with pytest.raises(lab.RankError, match="the end"):
+                    run.wait(timeout_s=20)
+            else:
+                (output,) = run.wait(timeout_s=20)
+                assert output.stdout.splitlines()[:-1] == [str(x) for x in range(5000)]
+                assert alive(int(output.stdout.splitlines()[-1])) and output.stderr == "the end\n"
+    finally:
+        (tmp_path / "go").touch()
+    assert len(heard) == 5002
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert "too late" not in heard  # the run had ended
+
+
 def test_a_command_that_does_not_exist_leaves_nothing() -> None:
     with lab.Loopback(hosts=2) as net, pytest.raises(FileNotFoundError):
         net.start(["/nonexistent/program"])

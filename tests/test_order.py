@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import laconic as lc
+from laconic.server._desk import Desk
 from laconic.server._link import FRAME_BYTES, Flag, Frame, Kind, Link
 from laconic.server._order import Order
+from laconic.server._remote import Remote
 from laconic.server._settings import MOST_BYTES, as_bytes, from_bytes
 
 
@@ -104,6 +106,44 @@ def test_a_body_is_not_read_beyond_its_room() -> None:
         link.body(FRAME, torch.empty(98, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("nbytes", [0, 12, 20])
+def test_weights_of_another_size_are_refused(nbytes: int) -> None:
+    """Before anything is read: what is missing would stay as it was."""
+    link, frame = Link.__new__(Link), Frame(kind=Kind.DONE, length=nbytes)
+    link.peer = 3
+    with pytest.raises(lc.WireError, match=f"rank 3 sent {nbytes} bytes of weights, not 16"):
+        Remote._take_plain(Remote.__new__(Remote), link, frame, torch.zeros(4))
+
+
+@pytest.mark.parametrize("error", [lc.LostError("gone"), ValueError("odd")])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_whatever_ends_a_conversation_is_told(error: Exception, leaves: bool) -> None:
+    """Also of a worker that has left: nobody waits for it, but its thread does not end unseen."""
+
+    class Broken:
+        peer, left = 1, leaves
+
+        def receive(self, *, patient: bool) -> Frame:
+            if self.left:
+                self.left = False
+                return Frame(kind=Kind.LEAVE)
+            assert patient == leaves
+            raise error
+
+        def body(self, frame: Frame, room: torch.Tensor) -> torch.Tensor:
+            return room[: frame.length]
+
+        def send(self, frame: Frame, body: torch.Tensor | None) -> None:
+            pass
+
+    desk = Desk([Broken()], 8, [])  # pyright: ignore[reportArgumentType]
+    if leaves:
+        desk.take().done()
+    request = desk.take()
+    assert request.worker == 0 and request.lost == str(error)
+    desk.close()
+
+
 def settings() -> list[dict[str, Any]]:
     return [
         {"lr": 0.1 + 0.2, "betas": (0.9, 0.999), "fused": None},
@@ -124,5 +164,13 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         as_bytes([{"name": "x" * MOST_BYTES}])
     with pytest.raises(lc.WireError, match="no JSON"):
         from_bytes(torch.tensor([1, 2, 3], dtype=torch.uint8), settings())
-    with pytest.raises(lc.WireError, match="other groups or names"):
-        from_bytes(as_bytes([{"lr": 1.0}]), settings())
+    first, second = settings()
+    others: list[Any] = [[first], [first, second, second], [second, first], [first, 1], {}, 1]
+    for other in others:
+        with pytest.raises(lc.WireError, match="other groups or names"):
+            from_bytes(as_bytes(other), settings())
+
+
+def test_what_schedulers_note_stays_with_the_worker() -> None:
+    noted = [{**group, "initial_lr": 0.5} for group in settings()]
+    assert from_bytes(as_bytes(noted), settings()) == settings()

@@ -48,13 +48,14 @@ class Server:
         self.keeper: Any = Keeper()
         self.rounds = Rounds(self.keeper, Roles(), 0)  # pyright: ignore[reportArgumentType]
 
-    def ask(self, worker: int, kind: Kind, **more: Any) -> Any:
+    def ask(self, worker: int, kind: Kind, lost: str | None = None, **more: Any) -> Any:
         """The future answer."""
         request = Request(
             worker=worker,
             frame=Frame(kind=kind, **more),
             body=torch.empty(0),
             settings=[],
+            lost=lost,
         )
         self.rounds.handle(request, None)
         return request._answer
@@ -134,6 +135,23 @@ def test_a_spoilt_gradient_is_told_to_all() -> None:
     second = server.ask(1, Kind.PUSH, step=0, flags=Flag.SPOILT)
     assert server.keeper.updates == []  # nothing was added up
     assert all(one.result()[0].flags == Flag.SKIPPED for one in (first, second))
+
+
+def test_a_lost_member_ends_all_and_one_that_has_left_does_not() -> None:
+    server = Server()
+    server.ask(0, Kind.LEAVE)
+    server.ask(0, Kind.LEAVE, lost="it is gone")
+    assert server.push(1, 0).done() and server.rounds.members == {1}
+    said = r"worker 1 \(rank 2\) is lost at step 1, and synchronous .* without it: it is gone"
+    with pytest.raises(lc.LostError, match=said):
+        server.ask(1, Kind.LEAVE, lost="it is gone")
+
+
+def test_losing_a_worker_that_joins_ends_all() -> None:
+    server = Server()
+    server.ask(2, Kind.JOIN)
+    with pytest.raises(lc.LostError, match="worker 2"):
+        server.ask(2, Kind.LEAVE, lost="it is gone")
 
 
 @pytest.mark.parametrize(("worker", "step"), [(0, 1), (0, 7), (2, 0)])

@@ -14,8 +14,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from test_ssd import GOLDEN, TARGETS, Number, flat, loss_of, network
+from test_ssd import GOLDEN, TARGETS, Number, flat, loss_of, network, train
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
 
 import laconic as lc
 
@@ -26,17 +27,6 @@ CODECS = (("none", None), ("qsgd:bits=4", "dqsg:bits=4"), ("ecdq:error=0.08", "e
 
 def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-
-
-def train(opt: Any, model: nn.Module, first: int, last: int, worker: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        opt.zero_grad()
-        loss = loss_of(model, worker, step)
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-    return losses
 
 
 def own_store(name: str) -> Any:
@@ -254,20 +244,41 @@ def refusals(rank: int) -> dict[str, str]:
 
 
 def one_worker_is_sgd(rank: int) -> Any:
-    """Alone, nothing is late: plain SGD, to the bit."""
+    """Alone, nothing is late: plain SGD, with a GradScaler that overflows and a falling rate."""
     model = network()
-    opt = lc.AsyncSGD(sgd(model), model, codec="none")
+    optimizer = sgd(model)
+    opt = lc.AsyncSGD(optimizer, model, codec="none")
+
+    def scaled(net: nn.Module, one: Any, rate: Any) -> float:
+        """Nine steps; that of step 3 is skipped."""
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        for step in range(9):
+            one.zero_grad()
+            scaler.scale(loss_of(net, rank, step)).backward()
+            if step == 3:
+                next(net.parameters()).grad[0, 0] = torch.inf  # pyright: ignore
+            if step == 5:
+                scaler.unscale_(one)
+                nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            scaler.step(one)
+            scaler.update()
+            rate.step()
+        return scaler.get_scale()
 
     def work() -> Any:
         twin = network()
         twin.load_state_dict(model.state_dict())
         other = sgd(twin)
-        for step in range(7):
-            train(opt, model, step, step + 1, rank)
-            other.zero_grad()
-            loss_of(twin, rank, step).backward()
-            other.step()
-        return float((flat(model) - flat(twin)).abs().max()), opt.stats().delays.most
+        scales = (
+            scaled(model, opt, ExponentialLR(optimizer, 0.8)),
+            scaled(twin, other, ExponentialLR(other, 0.8)),
+        )
+        stats = opt.stats()
+        return (
+            float((flat(model) - flat(twin)).abs().max()),
+            scales,
+            (stats.delays.most, stats.delays.count, stats.skipped_steps),
+        )
 
     return served(opt, work)
 
@@ -334,9 +345,26 @@ def async_resumed(rank: int) -> Any:
     return torch.equal(at_once, later)
 
 
+def async_state_of_another(rank: int) -> str:
+    """A state goes with its settings, on servers and workers alike."""
+    model = network()
+    opt = lc.AsyncSGD(sgd(model), model, codec="none", max_delay=4)
+    state = opt.state_dict()
+    served(opt, lambda: None)
+    other = lc.AsyncSGD(sgd(model), model, codec="none", max_delay=5)
+    try:
+        other.load_state_dict(state)
+    except lc.ConfigError as error:
+        return str(error)
+    finally:
+        served(other, lambda: None)
+    return ""
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    return ranks.run((one_worker_is_sgd, async_resumed), 2, tmp_path_factory.mktemp("two"))
+    jobs = (one_worker_is_sgd, async_resumed, async_state_of_another)
+    return ranks.run(jobs, 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
@@ -418,12 +446,18 @@ def test_refusals_say_what_works(three: ranks.Answers) -> None:
 
 
 def test_one_asynchronous_worker_is_plain_sgd(two: ranks.Answers) -> None:
-    difference, delay = two[1, "one_worker_is_sgd"]
-    assert difference < 1e-6 and delay == 0
+    difference, scales, counts = two[1, "one_worker_is_sgd"]
+    assert difference < 1e-6 and scales == (512.0, 512.0)
+    assert counts == (0, 8, 1)
 
 
 def test_resuming_asynchronous_training_is_exact(two: ranks.Answers) -> None:
     assert two[0, "async_resumed"] and two[1, "async_resumed"]
+
+
+def test_an_asynchronous_state_of_another_run_is_refused(two: ranks.Answers) -> None:
+    for rank in range(2):
+        assert "max_delay 4, not 5" in two[rank, "async_state_of_another"]
 
 
 def test_nobody_overtakes_by_more_than_the_delay(three: ranks.Answers) -> None:

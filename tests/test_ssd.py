@@ -174,7 +174,9 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     return nn.functional.cross_entropy(model(x.to(dtype)).float(), y)
 
 
-def train(opt: lc.SSD, model: nn.Module, first: int, last: int, rank: int) -> list[float]:
+def train(
+    opt: torch.optim.Optimizer, model: nn.Module, first: int, last: int, rank: int
+) -> list[float]:
     losses = []
     for step in range(first, last):
         opt.zero_grad()

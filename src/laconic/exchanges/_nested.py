@@ -24,11 +24,10 @@ from laconic.exchanges._nesting import (
     ladder,
     plain_codec,
 )
-from laconic.exchanges._scatter_reduce import gather
+from laconic.exchanges._scatter_reduce import REST_GRAIN, gather
 from laconic.exchanges._transport import Message, no_values, swap
 from laconic.exchanges._wires import Sizes, chunks_of, encode
 
-_REST_GRAIN = 4  # plain values: chunks start on 16-byte boundaries
 _SIDES = ("group", "own", "previous")
 
 
@@ -94,7 +93,7 @@ class Nested(Exchange):
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         own, n, rank = _ndqsg(codec), call.size, call.rank
         chunks = chunks_of(x, n)
-        plain = chunks_of(no_values(x) if rest is None else rest, n, _REST_GRAIN)
+        plain = chunks_of(no_values(x) if rest is None else rest, n, REST_GRAIN)
         kept, look = self._kept(own, call, x.numel()), call.step % self.every == 0
         total = call.scratch.take("sum", chunks[rank].numel(), x.device, torch.float32)
         # behind an owner's plain values goes its ratio

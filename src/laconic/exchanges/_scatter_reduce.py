@@ -17,7 +17,7 @@ from laconic.exchanges._base import Call, Exchange
 from laconic.exchanges._transport import Message, no_values, share, swap
 from laconic.exchanges._wires import Sizes, chunk_edges, chunks_of, decode, encode
 
-_REST_GRAIN = 4  # plain values: chunks start on 16-byte boundaries
+REST_GRAIN = 4  # plain values: chunks start on 16-byte boundaries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class ScatterReduce(Exchange):
         edges = chunk_edges(x.numel(), n)
         chunks = [x[edges[j] : edges[j + 1]] for j in range(n)]
         places = [call.inside(edges[j], edges[j + 1]) for j in range(n)]
-        plain = chunks_of(no_values(x) if rest is None else rest, n, _REST_GRAIN)
+        plain = chunks_of(no_values(x) if rest is None else rest, n, REST_GRAIN)
         total = call.scratch.take("sum", chunks[rank].numel(), x.device, torch.float32)
         scatter(chunks, first, call, total, places=places, rest=plain, rest_out=plain[rank])
         gather(total, half, call, chunks, places=places, rest=plain)

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO
 
 _TAIL_LINES, _TAIL_BYTES = 30, 6000
+_LINGER_S = 2.0  # for what an ended process wrote last
 Echo = Callable[[int, str], None]
 
 
@@ -59,7 +61,8 @@ class Rank:
     """One process, in a session of its own, so that a Ctrl-C for us is not one for it.
 
     It writes to files, which never fill up as pipes do; with `talk`, stdin and stdout are pipes.
-    With `echo`, threads read both outputs, hand on every line and keep it.
+    With `echo`, threads read both outputs, hand on every line and keep it. Processes that it leaves
+    behind may hold these pipes without end: nobody waits for them.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Rank:
             )
             self._file: IO[bytes] | None = written
             self._files = files.pop_all()
+        self._lock = threading.Lock()  # of the files' positions
         self._readers = [
             threading.Thread(target=self._follow, args=(stream, kept, echo), daemon=True)
             for stream, kept in (
@@ -102,10 +106,14 @@ class Rank:
 
     def _follow(self, stream: IO[bytes], kept: IO[bytes], echo: Echo) -> None:
         """Until the process, and all that it has left behind, has closed the stream."""
-        with stream:
-            for line in io.BufferedReader(stream):  # pyright: ignore[reportArgumentType]
-                kept.write(line)
-                kept.flush()
+        with io.BufferedReader(stream) as lines:  # pyright: ignore[reportArgumentType]
+            for line in lines:
+                with self._lock:
+                    if kept.closed:  # it was left behind, and the run has ended
+                        return
+                    kept.seek(0, os.SEEK_END)
+                    kept.write(line)
+                    kept.flush()
                 echo(self.number, line.decode(errors="replace").rstrip("\n"))
 
     @property
@@ -117,20 +125,23 @@ class Rank:
 
     def tail(self) -> str:
         """The end of what it wrote to stderr."""
-        size = self.stderr.seek(0, os.SEEK_END)
-        self.stderr.seek(max(0, size - _TAIL_BYTES))
-        lines = self.stderr.read().decode(errors="replace").strip().splitlines()
+        with self._lock:
+            size = self.stderr.seek(0, os.SEEK_END)
+            self.stderr.seek(max(0, size - _TAIL_BYTES))
+            lines = self.stderr.read().decode(errors="replace").strip().splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
 
     def read(self) -> tuple[str, str]:
         """All that the ended process wrote: stdout (what is left of it, when talking), stderr."""
-        if self._file is not None:
-            self._file.seek(0)
-        self.stderr.seek(0)
-        return (
-            self.stdout.read().decode(errors="replace"),
-            self.stderr.read().decode(errors="replace"),
-        )
+        self.finish()
+        with self._lock:
+            if self._file is not None:
+                self._file.seek(0)
+            self.stderr.seek(0)
+            return (
+                self.stdout.read().decode(errors="replace"),
+                self.stderr.read().decode(errors="replace"),
+            )
 
     def hang_up(self) -> None:
         """Close its stdin: it will be told nothing more."""
@@ -143,9 +154,11 @@ class Rank:
         self.signal(signal.SIGKILL)
 
     def finish(self) -> None:
-        """All that the ended process wrote has been read."""
+        """What the ended process wrote has been read, as far as that comes to an end soon."""
+        deadline = time.monotonic() + _LINGER_S
         for reader in self._readers:
-            reader.join()
+            reader.join(max(0.0, deadline - time.monotonic()))
+        self._readers = []  # once is enough
 
     def signal(self, number: signal.Signals) -> None:
         """To the process and all of its group."""
@@ -157,5 +170,6 @@ class Rank:
         self.process.wait()
         self.finish()
         self.hang_up()
-        self.stdout.close()
-        self._files.close()
+        with self._lock:
+            self.stdout.close()
+            self._files.close()

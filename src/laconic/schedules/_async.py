@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from laconic._version import __version__
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
-from laconic.exchanges._agree import agree
 from laconic.exchanges._ratio import HasRatio
 from laconic.schedules._clean import clean
 from laconic.schedules._flat_optimizer import FlatOptimizer
 from laconic.schedules._masters import PLAIN
-from laconic.schedules._module import check_module, same_start, whole
-from laconic.schedules._ssd_checks import check_numbers, chosen_codec, chosen_pull_codec
+from laconic.schedules._module import whole
+from laconic.schedules._ssd_checks import check_given, chosen_codec, chosen_pull_codec
 from laconic.server._arrivals import Delays
-from laconic.server._chunk import Chunk
 from laconic.server._flat import Flat
-from laconic.server._keeper import Keeper
 from laconic.server._link import Flag, Frame, Kind
-from laconic.server._remote import Push, Remote, Vectors
+from laconic.server._remote import Push, Remote, Vectors, flags_of
 from laconic.server._roles import Roles
-from laconic.server._serving import Serving
-from laconic.server._shard import check_optimizer, settings_of
+from laconic.server._shard import settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +83,7 @@ class AsyncSGD(FlatOptimizer):
         seed: int = 0,
         timeout_s: float = 300.0,
     ) -> None:
-        check_optimizer(optimizer)
-        check_module(model)
-        if not dist.is_initialized():
-            raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
-        check_numbers(1, 0, seed, timeout_s)
+        check_given(optimizer, model, seed, timeout_s)
         whole("servers", servers, 1)
         whole("max_delay", max_delay, 0)
         self.servers, self.max_delay, self.seed = servers, max_delay, seed
@@ -102,20 +92,11 @@ class AsyncSGD(FlatOptimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer, self._roles = optimizer, Roles(group, servers, timeout_s)
         self.flat = Flat(self.param_groups, model, servers)
-        more = {
-            "laconic": __version__,
-            "groups": str(settings_of(self.param_groups)),
-            "parameters": "\n".join(self.flat.lines()),
-        }
-        agree({**self._settings(), **more}, self._roles.group, self.flat.device)
-        same_start(model, self._roles.group)
+        self._begin(model, self._roles.group)
         self.serves = self._roles.serves  # this rank keeps weights: call serve()
-        self._steps, self._swapped, self._away = 0, False, False
         self._skipped, self._delays, self._plain_bytes = [0, 0], Delays(), 0
         if self.serves:
-            chunk = Chunk(self.flat, self._roles.number, self._roles.group, seed)
-            keeper = Keeper(chunk, self.flat, optimizer, self.codec, self.pull_codec)
-            self._serving = Serving(keeper, self._roles, most_delay=max_delay)
+            self._keep(self._roles, most_delay=max_delay)
             return
         # draws of coded pulls are this worker's own
         self._remote = Remote(self.flat, self._roles, seed, self.pull_codec, self._roles.number + 1)
@@ -133,22 +114,18 @@ class AsyncSGD(FlatOptimizer):
         else:
             self._push_and_read()
         self._steps += 1
-        size = self._roles.workers
-        self._plain_bytes += round(2 * (size - 1) / size * 4 * self.flat.numel)
+        self._plain_bytes += self.flat.ring_bytes(self._roles.workers)
 
     @property
     def _coded(self) -> bool:
         return self.pull_codec.name != "none"
 
     def _push_and_read(self) -> None:
-        flags = Flag.PULL | Flag.CODED if self._coded else Flag.PULL
-        if self.codec.name == "none":
-            flags |= Flag.PLAIN
         push = Push(
             step=self._steps,
             g=self._g,
             codec=self.codec,
-            flags=flags,
+            flags=flags_of(self.codec, self.pull_codec),
             settings=settings_of(self.param_groups),
         )
         # only server 0 answers with weights: see _read
@@ -217,34 +194,4 @@ class AsyncSGD(FlatOptimizer):
         )
 
     def _settings(self) -> dict[str, str]:
-        return {
-            "optimizer": type(self.optimizer).__name__,
-            "servers": str(self.servers),
-            "max_delay": str(self.max_delay),
-            "codec": str(self.codec),
-            "pull_codec": str(self.pull_codec),
-            "seed": str(self.seed),
-        }
-
-    def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Of a server: weights, optimizer and updates. Of a worker: steps and a codec's memory."""
-        if self.serves:
-            return {"serving": self._serving.state_dict()}
-        codec: Any = self.codec
-        return {
-            "step": self._steps,
-            "memory": codec.state_dict() if codec.remembers else None,
-            "param_groups": settings_of(self.param_groups),
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """On a server before `serve`; on a worker at any time between steps."""
-        if self.serves:
-            self._serving.load_state_dict(state_dict["serving"])
-            return
-        self._steps = int(state_dict["step"])
-        codec: Any = self.codec
-        if codec.remembers:
-            codec.load_state_dict(state_dict["memory"])
-        for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(settings)
+        return {**super()._settings(), "max_delay": str(self.max_delay)}

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from laconic._version import __version__
+from laconic.codecs import Codec
 from laconic.errors import ConfigError
+from laconic.exchanges._agree import agree
+from laconic.schedules._module import same_start
+from laconic.schedules._ssd_checks import check_identity
+from laconic.server._chunk import Chunk
 from laconic.server._flat import Flat
+from laconic.server._keeper import Keeper
+from laconic.server._roles import Roles
 from laconic.server._serving import ServerStats, Serving
+from laconic.server._shard import settings_of
 
 
 class FlatOptimizer(Optimizer):
@@ -19,10 +29,74 @@ class FlatOptimizer(Optimizer):
 
     optimizer: Optimizer  # the user's, which has the settings
     flat: Flat
+    codec: Codec
+    pull_codec: Codec
+    servers: int
+    seed: int
     serves: bool  # this rank keeps weights for the others: call serve()
     _serving: Serving  # where `serves`
+    _group: dist.ProcessGroup
+    _steps: int
     _away: bool  # this worker has left
     _swapped: bool  # the model shows global weights
+
+    def _begin(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        """All ranks have the same settings, or all raise; then they have the same weights."""
+        self._group, self._steps, self._away, self._swapped = group, 0, False, False
+        more = {
+            "laconic": __version__,
+            "groups": str(settings_of(self.param_groups)),
+            "parameters": "\n".join(self.flat.lines()),
+        }
+        agree({**self._settings(), **more}, group, self.flat.device)
+        same_start(model, group)
+
+    def _keep(self, roles: Roles, *, most_delay: int | None) -> None:
+        """On a server: its chunk of the weights."""
+        chunk = Chunk(self.flat, roles.number, roles.group, self.seed)
+        keeper = Keeper(chunk, self.flat, self.optimizer, self.codec, self.pull_codec)
+        self._serving = Serving(keeper, roles, most_delay=most_delay)
+
+    def _settings(self) -> dict[str, str]:
+        """What all ranks must have in common; schedules add their own."""
+        return {
+            "optimizer": type(self.optimizer).__name__,
+            "codec": str(self.codec),
+            "pull_codec": str(self.pull_codec),
+            "seed": str(self.seed),
+            "servers": str(self.servers),
+        }
+
+    def _identity(self) -> dict[str, str]:
+        """What a saved state must agree with."""
+        group = self._group
+        of_rank = {"values": self.flat.numel, "ranks": group.size(), "rank": group.rank()}
+        return {**self._settings(), **{name: str(value) for name, value in of_rank.items()}}
+
+    def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Of a server: weights, optimizer and updates. Of a worker: steps and a codec's memory."""
+        if self.serves:
+            return {"identity": self._identity(), "serving": self._serving.state_dict()}
+        codec: Any = self.codec
+        return {
+            "identity": self._identity(),
+            "step": self._steps,
+            "memory": codec.state_dict() if codec.remembers else None,
+            "param_groups": settings_of(self.param_groups),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """On a server before `serve`; on a worker at any time between steps."""
+        check_identity(self._identity(), state_dict["identity"])
+        if self.serves:
+            self._serving.load_state_dict(state_dict["serving"])
+            return
+        self._steps = int(state_dict["step"])
+        codec: Any = self.codec
+        if codec.remembers:
+            codec.load_state_dict(state_dict["memory"])
+        for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(settings)
 
     def serve(self, each: Callable[[int], object] | None = None) -> None:
         """On server ranks: keep weights until the last worker has left, or is lost.

@@ -51,8 +51,7 @@ class Masters:
 
     def start(self, one: Round) -> None:
         """Push, step of the owners, and pull."""
-        size = self._lane.group.size()
-        self._lane.plain_bytes += round(2 * (size - 1) / size * 4 * self.flat.numel)
+        self._lane.plain_bytes += self.flat.ring_bytes(self._lane.group.size())
         self.turns.start(one.step, partial(self._run, one))
 
     def gather(self, step: int, out: Tensor) -> None:

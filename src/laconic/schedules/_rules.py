@@ -169,7 +169,8 @@ class MomentumRule(LocalRule):
     2. A pull takes what is the rank's own out of W, and `share` (ρ) takes it out of v: had v been
        off by a constant δ through the period, W would be off by -k·δ, and δ becomes (1 - ρ)·δ.
        W̄ - M = 0, so this changes no mean either, and whatever mean there is (of the codec's
-       errors) it makes smaller. Measured with 4 workers: 0, ½ and 1 are level, 2 breaks down.
+       errors) it makes smaller. With 4 workers 0, ½ and 1 are level; 2, refused since, broke down
+       (`python -m benchmarks.schedules_gpu`).
 
     v starts as the last step of warm-up, which is lr·m exactly (but for Nesterov's form); without
     one it is zero, as m is. It is in units of weights, and follows lr at once as lr·m does. With

@@ -16,7 +16,7 @@ from laconic.schedules._masters import Round
 from laconic.server._flat import Flat
 from laconic.server._keeper import ALL
 from laconic.server._link import Flag, Kind
-from laconic.server._remote import Push, Remote, Vectors
+from laconic.server._remote import Push, Remote, Vectors, flags_of
 from laconic.server._roles import Roles
 from laconic.server._rounds import COMMIT, FOLLOW
 
@@ -37,8 +37,7 @@ class Served:
 
     def start(self, one: Round) -> None:
         """Push, step of the servers, and pull."""
-        size = self._roles.workers
-        self._lane.plain_bytes += round(2 * (size - 1) / size * 4 * self._flat.numel)
+        self._lane.plain_bytes += self._flat.ring_bytes(self._roles.workers)
         self.turns.start(one.step, partial(self._run, one))
 
     def gather(self, step: int, out: Tensor) -> None:
@@ -73,12 +72,9 @@ class Served:
         return first
 
     def _run(self, one: Round) -> None:
-        flags = Flag.PLAIN if one.codec.name == "none" else Flag.NONE
+        flags = flags_of(one.codec, one.pull_codec)
         if bool(one.spoilt > 0):  # waits for the device: the bytes below would, too
             flags |= Flag.SPOILT
-        coded = one.pull_codec is not None and one.pull_codec.name != "none"
-        if one.pull_codec is not None:
-            flags |= Flag.PULL | Flag.CODED if coded else Flag.PULL
         push = Push(step=one.step, g=one.g, codec=one.codec, flags=flags, settings=one.settings)
         self.remote.start_push(push, pull_from=self._roles.servers)
         steps, shards = self.skipped
@@ -88,6 +84,7 @@ class Served:
             found |= frame.flags
             if one.pull_codec is not None:
                 out = Vectors(one.out, one.before)
+                coded = bool(flags & Flag.CODED)
                 self.remote.take(number, frame, coded=coded, step=one.step, out=out)
         self.skipped = (
             steps + bool(found & Flag.SKIPPED),

@@ -12,32 +12,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from laconic._version import __version__
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
-from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import Lane, own_group
 from laconic.exchanges._ratio import HasRatio
 from laconic.schedules._clean import clean
 from laconic.schedules._flat_optimizer import FlatOptimizer
 from laconic.schedules._masters import PLAIN, Masters, Round
-from laconic.schedules._module import check_module, same_start, whole
+from laconic.schedules._module import whole
 from laconic.schedules._replica import Replica
 from laconic.schedules._rules import LocalRule
 from laconic.schedules._served import Served
 from laconic.schedules._ssd_checks import (
-    check_identity,
-    check_numbers,
+    check_given,
     chosen_codec,
     chosen_pull_codec,
     chosen_rule,
 )
-from laconic.server._chunk import Chunk
 from laconic.server._flat import Flat
-from laconic.server._keeper import Keeper
 from laconic.server._roles import Roles
-from laconic.server._serving import Serving
-from laconic.server._shard import check_optimizer, settings_of
+from laconic.server._shard import settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +110,13 @@ class SSD(FlatOptimizer):
         seed: int = 0,
         timeout_s: float = 300.0,
     ) -> None:
-        check_optimizer(optimizer)
-        check_module(model)
-        if not dist.is_initialized():
-            raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
-        check_numbers(period, warmup_steps, seed, timeout_s)
-        whole("servers", servers, 0)
+        check_given(optimizer, model, seed, timeout_s)
+        for name, value, least in (
+            ("period", period, 1),
+            ("warmup_steps", warmup_steps, 0),
+            ("servers", servers, 0),
+        ):
+            whole(name, value, least)
         self.period, self.warmup_steps, self.seed = period, warmup_steps, seed
         self.local = chosen_rule(local, optimizer)
         self.codec = chosen_codec(codec, "codec", rounds=servers > 0)
@@ -132,18 +127,10 @@ class SSD(FlatOptimizer):
         self.optimizer, self.servers = optimizer, servers
         self.serves = roles is not None and roles.serves  # this rank keeps weights: call serve()
         self.flat = Flat(self.param_groups, model, servers or self.lane.group.size())
-        more = {
-            "laconic": __version__,
-            "groups": str(settings_of(self.param_groups)),
-            "parameters": "\n".join(self.flat.lines()),
-        }
-        agree({**self._settings(), **more}, self.lane.group, self.flat.device)
-        same_start(model, self.lane.group)
-        self._steps, self._pulls, self._swapped, self._away = 0, 0, False, False
+        self._begin(model, self.lane.group)
+        self._pulls = 0
         if roles and roles.serves:
-            chunk = Chunk(self.flat, roles.number, roles.group, seed)
-            keeper = Keeper(chunk, self.flat, optimizer, self.codec, self.pull_codec)
-            self._serving = Serving(keeper, roles, most_delay=None)
+            self._keep(roles, most_delay=None)
             return
         decoupled = isinstance(optimizer, AdamW)
         self._replica = Replica(self.flat, self.local, period, decoupled=decoupled)
@@ -253,52 +240,26 @@ class SSD(FlatOptimizer):
         )
 
     def _settings(self) -> dict[str, str]:
-        return {
-            "optimizer": type(self.optimizer).__name__,
-            "period": str(self.period),
-            "warmup_steps": str(self.warmup_steps),
-            "local": str(self.local),
-            "codec": str(self.codec),
-            "pull_codec": str(self.pull_codec),
-            "seed": str(self.seed),
-            "servers": str(self.servers),
-        }
+        own = {"period": self.period, "warmup_steps": self.warmup_steps, "local": self.local}
+        return {**super()._settings(), **{name: str(value) for name, value in own.items()}}
 
-    def _identity(self) -> dict[str, str]:
-        """What a saved state must agree with."""
-        group = self.lane.group
-        of_rank = {"values": self.flat.numel, "ranks": group.size(), "rank": group.rank()}
-        return {**self._settings(), **{name: str(value) for name, value in of_rank.items()}}
-
-    def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def state_dict(self) -> dict[str, Any]:
         """Everything of this rank, its weights too; save it on every rank. Waits first."""
-        if self.serves:
-            return {"identity": self._identity(), "serving": self._serving.state_dict()}
         self.wait()
-        codec: Any = self.codec
-        return {
-            "identity": self._identity(),
-            "step": self._steps,
-            "pulls": self._pulls,
-            "replica": self._replica.state_dict(),
-            "shard": self._masters.state_dict(),
-            "memory": codec.state_dict() if codec.remembers else None,
-            "param_groups": settings_of(self.param_groups),
-        }
+        found = super().state_dict()
+        if not self.serves:
+            found["pulls"] = self._pulls
+            found["replica"] = self._replica.state_dict()
+            found["shard"] = self._masters.state_dict()
+        return found
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from this rank's state_dict, to the bit; the model gets its weights, too."""
         self.wait()
-        check_identity(self._identity(), state_dict["identity"])
+        super().load_state_dict(state_dict)
         if self.serves:
-            self._serving.load_state_dict(state_dict["serving"])
             return
-        self._steps, self._pulls = int(state_dict["step"]), int(state_dict["pulls"])
+        self._pulls = int(state_dict["pulls"])
         self._replica.load_state_dict(state_dict["replica"])
         self._masters.load_state_dict(state_dict["shard"])
-        codec: Any = self.codec
-        if codec.remembers:
-            codec.load_state_dict(state_dict["memory"])
-        for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(settings)
         self.flat.write(self._replica.own)

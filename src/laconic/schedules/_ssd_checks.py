@@ -1,4 +1,4 @@
-"""What SSD refuses, each with a sentence."""
+"""What SSD and AsyncSGD refuse, each with a sentence."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from laconic.codecs import NDQSG, Codec, codec
 from laconic.errors import ConfigError
 from laconic.exchanges import ScatterReduce
 from laconic.exchanges._nesting import check_nesting
-from laconic.schedules._module import whole
+from laconic.schedules._module import check_module, whole
 from laconic.schedules._rules import AdamRule, LocalRule, MomentumRule
+from laconic.server._shard import check_optimizer
 
 
 def chosen_codec(spec: str | Codec, name: str, *, rounds: bool = False) -> Codec:
@@ -78,14 +80,13 @@ def chosen_rule(local: Any, optimizer: Optimizer) -> LocalRule | None:
     return rule
 
 
-def check_numbers(period: int, warmup_steps: int, seed: int, timeout_s: float) -> None:
-    """ConfigError for what cannot work."""
-    for name, value, least in (
-        ("period", period, 1),
-        ("warmup_steps", warmup_steps, 0),
-        ("seed", seed, 0),
-    ):
-        whole(name, value, least)
+def check_given(optimizer: object, model: object, seed: int, timeout_s: float) -> None:
+    """ConfigError for what no schedule of master weights can work with."""
+    check_optimizer(optimizer)
+    check_module(model)
+    if not dist.is_initialized():
+        raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
+    whole("seed", seed, 0)
     if not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
 

@@ -59,16 +59,20 @@ class Arrivals:
     def serve(self, desk: Desk, each: Callable[[int], object] | None) -> None:
         """Until the last member has left or is lost."""
         while self.members:
-            request = desk.take()
-            if request.lost is not None:
-                self._lose(request.worker, request.lost)
-            else:
-                self._guarded(self._hear, request)
-            while (ready := self._next()) is not None:
-                self._guarded(self._apply, ready)
-                if each is not None:
-                    each(self.order.version)
-            self._answer_pulls()
+            self.handle(desk.take(), each)
+
+    def handle(self, request: Request, each: Callable[[int], object] | None) -> None:
+        """One request, and all updates that it lets happen."""
+        if request.lost is not None:
+            self._lose(request.worker, request.lost)
+        else:
+            self._guarded(self._hear, request)
+        while (ready := self._next()) is not None:
+            before = self.order.version
+            self._guarded(self._apply, ready)
+            if each is not None and self.order.version > before:
+                each(self.order.version)
+        self._answer_pulls()
 
     def _guarded(self, act: Callable[[Request], None], request: Request) -> None:
         """A worker that sends what nobody can understand is lost, too."""
@@ -89,6 +93,7 @@ class Arrivals:
         self.members.discard(worker)
         self.order.forget(worker)
         self._keeper.forget(worker + 1)
+        self._applied.pop(worker, None)
         self._pulling = [request for request in self._pulling if request.worker != worker]
         self._pushed = [request for request in self._pushed if request.worker != worker]
 
@@ -135,15 +140,17 @@ class Arrivals:
 
     def _answer_pulls(self) -> None:
         while self._pulling and self.order.may_read():
-            request = self._pulling.pop(0)
-            whose = request.worker + 1
-            flags, delay = self._applied.pop(request.worker, (Flag.NONE, 0))
-            self.order.read(request.worker)
-            if request.frame.flags & Flag.CODED:
-                data = self._keeper.difference(whose, request.frame.step)
-            else:
-                data = self._keeper.weights(whose, remember=True)
-            self._reply(request, data=data, flags=flags, number=delay)
+            self._guarded(self._answer_pull, self._pulling.pop(0))
+
+    def _answer_pull(self, request: Request) -> None:
+        whose = request.worker + 1
+        flags, delay = self._applied.pop(request.worker, (Flag.NONE, 0))
+        if request.frame.flags & Flag.CODED:
+            data = self._keeper.difference(whose, request.frame.step)
+        else:
+            data = self._keeper.weights(whose, remember=True)
+        self.order.read(request.worker)
+        self._reply(request, data=data, flags=flags, number=delay)
 
     def _reply(
         self,

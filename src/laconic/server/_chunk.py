@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.codecs import NDQSG, Codec, Place, Uncompressed
+from laconic.codecs import Codec, Place, Uncompressed
 from laconic.codecs._memory import Scratch
 from laconic.exchanges import Call
-from laconic.exchanges._nesting import plain_codec
 from laconic.exchanges._wires import decode, encode, segments_of
 from laconic.server._flat import Flat
 
@@ -41,14 +40,11 @@ class Chunk:
             scratch=self._scratch,
         )
 
-    def most_bytes(self, codec: Codec) -> int:
-        """Of a wire under this codec, or plain."""
+    def most_bytes(self, *codecs: Codec) -> int:
+        """Of a wire under any of these."""
         count = self.last - self.first
-        if not count:
-            return 0
-        ways = (codec, PLAIN, plain_codec(codec)) if isinstance(codec, NDQSG) else (codec, PLAIN)
         segments = segments_of(self.places)
-        return max(one.nbytes(count, torch.float32, segments) for one in ways)
+        return max(one.nbytes(count, torch.float32, segments) for one in codecs) if count else 0
 
     def encode(self, x: Tensor, codec: Codec, step: int, rank: int, phase: int) -> Tensor:
         """A wire's bytes, on the host."""

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.errors import LaconicError, LostError
-from laconic.server._link import Flag, Frame, Kind, Link
+from laconic.server._link import Frame, Kind, Link
 from laconic.server._settings import MOST_BYTES, from_bytes
 from laconic.server._shard import Settings
 
@@ -104,18 +103,14 @@ class Desk:
                 self._answered[worker].set()
                 if answer.kind == Kind.FAILED:
                     return
-        except LaconicError as error:
+        except Exception as error:  # whatever it is: a silent end would leave `take` waiting
             self._answered[worker].set()
-            if worker not in self._away or not isinstance(error, LostError):
-                self._inbox.put(
-                    Request(
-                        worker=worker,
-                        frame=Frame(kind=Kind.LEAVE),
-                        body=nothing,
-                        settings=settings,
-                        lost=str(error),
-                    )
+            frame = Frame(kind=Kind.LEAVE)
+            self._inbox.put(
+                Request(
+                    worker=worker, frame=frame, body=nothing, settings=settings, lost=str(error)
                 )
+            )
 
     def _ask(self, request: Request) -> tuple[Frame, Tensor | None]:
         with self._lock:
@@ -124,7 +119,8 @@ class Desk:
             self._asked[request.worker] = request
         self._inbox.put(request)
         answer = request._answer.result()
-        del self._asked[request.worker]
+        with self._lock:
+            del self._asked[request.worker]
         return answer
 
     def _note(self, worker: int, kind: Kind) -> None:
@@ -138,4 +134,4 @@ class Desk:
 def failed(sentence: str) -> tuple[Frame, Tensor]:
     """An answer that tells what is wrong."""
     data = torch.frombuffer(bytearray(sentence.encode()[:4096]), dtype=torch.uint8)
-    return Frame(kind=Kind.FAILED, flags=Flag.NONE, length=data.numel()), data
+    return Frame(kind=Kind.FAILED, length=data.numel()), data

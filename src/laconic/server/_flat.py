@@ -56,6 +56,10 @@ class Flat:
         """A vector."""
         return torch.empty(self.numel, dtype=torch.float32, device=self.device)
 
+    def ring_bytes(self, ranks: int) -> int:
+        """What a rank sends when these many add up a vector of fp32 values in a ring."""
+        return round(2 * (ranks - 1) / ranks * 4 * self.numel)
+
     def chunks(self, x: Tensor) -> list[Tensor]:
         """What each rank owns of a vector, as views."""
         return [x[first:last] for first, last in pairwise(self.edges)]

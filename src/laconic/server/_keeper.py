@@ -11,13 +11,15 @@ from torch.optim import Optimizer
 from laconic._wire import ALIGN
 from laconic.codecs import NDQSG, Codec
 from laconic.codecs._memory import Scratch
+from laconic.errors import WireError
+from laconic.exchanges._nesting import plain_codec
 from laconic.server._chunk import HOST, PLAIN, Chunk
 from laconic.server._desk import Request
 from laconic.server._difference import projection, take_over
 from laconic.server._flat import Flat
 from laconic.server._link import Flag
 from laconic.server._nests import Nests
-from laconic.server._shard import Settings, Shard
+from laconic.server._shard import Settings, Shard, settings_of
 
 ALL = 0  # weights that all workers get: the same bytes, the same draws
 
@@ -40,10 +42,13 @@ class Keeper:
     @property
     def settings(self) -> Settings:
         """Those of the optimizer here."""
-        return [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self.shard.optimizer.param_groups
-        ]
+        return settings_of(self.shard.optimizer.param_groups)
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a gradient, however it is sent."""
+        own = plain_codec(self.codec) if isinstance(self.codec, NDQSG) else self.codec
+        return self.chunk.most_bytes(self.codec, own, PLAIN)
 
     def mean(self, requests: Sequence[Request]) -> None:
         """The mean of all members' gradients."""
@@ -98,6 +103,8 @@ class Keeper:
 
     def difference(self, whose: int, step: int) -> Tensor:
         """λ and Q(weights - what workers have), as in `pull_difference`."""
+        if whose not in self._sent:
+            raise WireError("a difference of weights was asked for, and none were sent before")
         was, weights = self._sent[whose], self.shard.weights
         change = self._scratch.take("change", was.numel(), was.device, torch.float32)
         found = self._scratch.take("found", was.numel(), was.device, torch.float32)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum, IntFlag
@@ -165,20 +167,11 @@ class Link:
             work: Any = self._group.recv([data], self._there, 0)
             work.wait(_FOR_EVER) if patient else work.wait()
 
-    def _lost(self) -> _Lost:
-        return _Lost(self.peer)
-
-
-class _Lost:
-    """Gloo's errors, which are RuntimeErrors, become LostErrors that name the peer."""
-
-    def __init__(self, peer: int) -> None:
-        self._peer = peer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
+    @contextmanager
+    def _lost(self) -> Iterator[None]:
+        """Gloo's errors, which are RuntimeErrors, become LostErrors that name the peer."""
+        try:
+            yield
+        except RuntimeError as error:
             why = "did not answer in time" if "imed out" in str(error) else "is gone"
-            raise LostError(f"rank {self._peer} {why} ({error})") from error
+            raise LostError(f"rank {self.peer} {why} ({error})") from error

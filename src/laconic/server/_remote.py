@@ -11,8 +11,8 @@ from torch import Tensor
 from laconic._wire import ALIGN
 from laconic.codecs import NDQSG, Codec
 from laconic.codecs._memory import Scratch
+from laconic.errors import WireError
 from laconic.exchanges._nesting import at_ratio, plain_codec
-from laconic.exchanges._wires import segments_of
 from laconic.server._chunk import HOST, Chunk
 from laconic.server._difference import take_over
 from laconic.server._flat import Flat
@@ -31,6 +31,14 @@ class Push:
     codec: Codec
     flags: Flag
     settings: Settings
+
+
+def flags_of(codec: Codec, pull_codec: Codec | None) -> Flag:
+    """What a push and its answer are coded with; None: no weights in the answer."""
+    flags = Flag.PLAIN if codec.name == "none" else Flag.NONE
+    if pull_codec is not None:
+        flags |= Flag.PULL if pull_codec.name == "none" else Flag.PULL | Flag.CODED
+    return flags
 
 
 class Remote:
@@ -91,15 +99,24 @@ class Remote:
         target = out.into[mine]
         self.versions[number] = frame.version
         if not coded:
-            room = self._scratch.take("weights", 4 * target.numel(), HOST, torch.uint8)
-            data = link.body(frame, room)
-            target.copy_(chunk.on_device(data).view(torch.float32))
+            self._take_plain(link, frame, target)
             return
-        room = self._scratch.take("coded", ALIGN + self._most(chunk), HOST, torch.uint8)
-        data = link.body(frame, room)
+        most = ALIGN + chunk.most_bytes(self._pull_codec)
+        data = link.body(frame, self._scratch.take("coded", most, HOST, torch.uint8))
         chunk.decode(data[ALIGN:], self._pull_codec, target, step, self._whose, 1)
         factor = data[:4].view(torch.float32).to(target.device)
         take_over(target, factor, out.before[mine], out=target)
+
+    def _take_plain(self, link: Link, frame: Frame, target: Tensor) -> None:
+        """Straight into their place, if that is on the host."""
+        size = 4 * target.numel()
+        if frame.length != size:
+            raise WireError(f"rank {link.peer} sent {frame.length} bytes of weights, not {size}")
+        if target.device == HOST:
+            link.body(frame, target.view(torch.uint8))
+            return
+        room = self._scratch.take("weights", size, HOST, torch.uint8)
+        target.copy_(link.body(frame, room).view(torch.float32))
 
     def ask(
         self, server: int, kind: Kind, *, number: int = 0, step: int = 0, flags: Flag = Flag.NONE
@@ -129,11 +146,6 @@ class Remote:
         for link in self.links:
             link.start(Frame(kind=Kind.SETTINGS, length=data.numel()), data)
         self._told = settings
-
-    def _most(self, chunk: Chunk) -> int:
-        count = chunk.last - chunk.first
-        segments = segments_of(chunk.places)
-        return self._pull_codec.nbytes(count, torch.float32, segments) if count else 0
 
 
 @dataclass(frozen=True)

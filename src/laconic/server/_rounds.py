@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from laconic.server._keeper import ALL, Keeper
 from laconic.server._link import Flag, Frame, Kind
 from laconic.server._roles import Roles
 
-_log = logging.getLogger("laconic")
 COMMIT, FOLLOW = 1, 2  # the second and third word of a worker that joins
 
 
@@ -44,22 +42,28 @@ class Rounds:
         """Until the last member has left."""
         while self.members or self._joining:
             request = desk.take()
-            if request.lost is not None:
-                rank = self._roles.rank_of(request.worker)
-                raise LostError(
-                    f"worker {request.worker} (rank {rank}) is lost at step {self.step}, and "
-                    f"synchronous training cannot go on without it: {request.lost}"
-                )
             self.handle(request, each)
 
     def handle(self, request: Request, each: Callable[[int], object] | None) -> None:
         """One request, and all rounds that it completes."""
+        if request.lost is not None:
+            self._lose(request.worker, request.lost)
+            return
         self._hear(request)
         while self._round_is_full():
             self._complete()
             if each is not None:
                 each(self.step)
         self._answer_pulls()
+
+    def _lose(self, worker: int, why: str) -> None:
+        """Who has left before may end as it likes."""
+        if worker in self.members or worker in self._joining:
+            rank = self._roles.rank_of(worker)
+            raise LostError(
+                f"worker {worker} (rank {rank}) is lost at step {self.step}, and synchronous "
+                f"training cannot go on without it: {why}"
+            )
 
     def _hear(self, request: Request) -> None:
         frame, worker = request.frame, request.worker

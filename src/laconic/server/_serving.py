@@ -43,8 +43,7 @@ class Serving:
     def serve(self, each: Callable[[int], object] | None) -> None:
         """Until the last worker has left; errors are told to all workers first."""
         now = self._now = self._mode()
-        most = self._keeper.chunk.most_bytes(self._keeper.codec)
-        desk = Desk(self._roles.links, most, self._keeper.settings)
+        desk = Desk(self._roles.links, self._keeper.most_bytes, self._keeper.settings)
         try:
             now.serve(desk, each)
         except BaseException as error:

@@ -33,15 +33,26 @@ def as_bytes(settings: Settings) -> Tensor:
 
 
 def from_bytes(data: Tensor, like: Settings) -> Settings:
-    """WireError unless they have the groups and names of `like`."""
+    """WireError unless they have the groups and names of `like`.
+
+    Other names are left out: schedulers keep notes in groups (`initial_lr`), on workers alone.
+    """
     try:
         found = json.loads(bytes(data.numpy()))
-        same = [sorted(group) for group in found] == [sorted(group) for group in like]
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise WireError(f"settings came that are no JSON: {error}") from None
-    if not same:
+    if not _fits(found, like):
         raise WireError("settings came with other groups or names than the optimizer's here")
-    return [{name: _tuple(value) for name, value in group.items()} for group in found]
+    return [
+        {name: _tuple(group[name]) for name in own} for group, own in zip(found, like, strict=True)
+    ]
+
+
+def _fits(found: Any, like: Settings) -> bool:
+    if not isinstance(found, list) or len(found) != len(like):
+        return False
+    pairs = zip(found, like, strict=True)
+    return all(isinstance(group, dict) and group.keys() >= own.keys() for group, own in pairs)
 
 
 def _number(value: object) -> object:
