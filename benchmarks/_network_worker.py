@@ -40,12 +40,12 @@ RACE_RATE, _RAMP = 0.1, 20  # the highest rate on the way to a goal, and steps u
 class Worker:
     """Weights to start from, this rank's share of the data, and the model of the moment."""
 
-    def __init__(self, start: Path) -> None:
+    def __init__(self, start: Path, made: nn.Module | None = None) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         data, test = _fashion.load()
         self.test = test.pictures[rank::size].flatten(1), test.labels[rank::size]
         self.images, self.labels = data.pictures[rank::size].flatten(1), data.labels[rank::size]
-        self.network = network()
+        self.network = made or network()
         if start.exists():
             self.network.load_state_dict(torch.load(start))
         else:

@@ -1,0 +1,32 @@
+"""The planner: measure a cluster (probe), predict what strategies take there (plan), choose (auto).
+
+torchrun ... -m laconic probe --out probe.json        laconic plan --probe probe.json
+"""
+
+from __future__ import annotations
+
+from laconic.planner._cluster import Bucket, Cluster, CodecCost, Device, Links, Workload
+from laconic.planner._line import Line, fit
+from laconic.planner._probe import CODECS, Probe, probe
+from laconic.planner._probe_model import Setup, load_setup
+from laconic.planner._strategy import Prediction, Strategy, predict, step_seconds
+
+__all__ = [
+    "CODECS",
+    "Bucket",
+    "Cluster",
+    "CodecCost",
+    "Device",
+    "Line",
+    "Links",
+    "Prediction",
+    "Probe",
+    "Setup",
+    "Strategy",
+    "Workload",
+    "fit",
+    "load_setup",
+    "predict",
+    "probe",
+    "step_seconds",
+]

@@ -1,0 +1,47 @@
+"""The error of the mean that all ranks end with, from the error of one encoding.
+
+e and e' are E‖Q(x) - x‖²/‖x‖² of a worker's gradient and of the mean, κ = ‖mean‖²/(average
+‖x_i‖²), between 1/n (independent gradients) and 1 (equal ones). Draws of ranks are independent, so
+Σ_i e·‖x_i‖²/n² = e/(n·κ)·‖mean‖². NMSE of the mean:
+
+    allreduce, ring, allgather, sparse    e/(n·κ)          for allreduce e is at the levels of n
+    scatter-reduce, nested                (n-1)/n·e/(n·κ) + e'      the owner's own is exact
+    tree                                  ((1 + e)^(log2 n + 1) - 1) at κ = 1/n, e at κ = 1, linear
+                                          in 1/(n·κ) between: every addition rounds again, but
+                                          adding equal values is exact
+    hierarchical                          inner's, with K nodes for n ranks and κ' for κ
+
+Gradients with a common part of power share φ and independent rests have κ = φ + (1-φ)/n; means of
+nodes of m then have κ' = κ/(φ + (1-φ)/m).
+"""
+
+from __future__ import annotations
+
+import math
+
+from laconic.planner._cluster import CodecCost
+
+
+def mean_error(
+    exchange: str, cost: CodecCost, workers: int, kappa: float | None = None, per_node: int = 1
+) -> float:
+    """NMSE of the mean; κ = 1/n, the worst, where it is not known."""
+    kappa = 1 / workers if kappa is None else min(max(kappa, 1 / workers), 1.0)
+    if exchange == "hierarchical":
+        nodes = workers // per_node
+        common = (workers * kappa - 1) / (workers - 1) if workers > 1 else 1.0
+        between = kappa / (common + (1 - common) / per_node)
+        return mean_error(_inner(cost.spec), cost, nodes, between) if nodes > 1 else 0.0
+    shrunk = cost.error / (workers * kappa)
+    if exchange in ("scatter-reduce", "nested"):
+        return (workers - 1) / workers * shrunk + cost.error_back
+    if exchange == "tree":
+        apart = (1 + cost.error) ** (math.log2(workers) + 1) - 1
+        return cost.error + (apart - cost.error) * (1 / kappa - 1) / (workers - 1)
+    return shrunk
+
+
+def _inner(spec: str) -> str:
+    from laconic.planner._phases import default_exchange_name
+
+    return default_exchange_name(spec)

@@ -1,0 +1,177 @@
+"""What codecs cost on this device, and what they make of gradients: real ones, or Gaussian."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic._key import Key
+from laconic.codecs import Codec, codec
+from laconic.exchanges._scatter_reduce import gain
+from laconic.planner._clock import Clock
+from laconic.planner._cluster import CodecCost
+from laconic.planner._line import FREE, Line, fit
+
+_MOST_VALUES = 1 << 22  # of a sample: enough for any error, and for speeds outside of caches
+_NMSE_KEYS = 4
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Gradients to measure codecs with: this rank's, the mean of all, and the cuts between tensors.
+
+    `kappa` is ‖mean‖²/(average ‖own‖²) over ranks.
+    """
+
+    own: Tensor
+    mean: Tensor
+    segments: tuple[int, ...]
+    kappa: float
+
+    @staticmethod
+    def gaussian(device: torch.device, workers: int, values: int = 1 << 20) -> Sample:
+        """Independent values on all ranks, where no model is given: the worst κ."""
+        x = torch.randn(values, device=device)
+        return Sample(x, x, (values,), 1 / workers)
+
+    def head(self, values: int) -> Sample:
+        """The first values only."""
+        kept, left = [], values
+        for segment in self.segments:
+            if left > 0:
+                kept.append(min(segment, left))
+            left -= segment
+        return Sample(self.own[:values], self.mean[:values], tuple(kept), self.kappa)
+
+
+def probe_codec(spec: str, sample: Sample, clock: Clock, patience_s: float) -> CodecCost:
+    """Bits, errors and lines of one codec; all ranks at once, because they may share cores."""
+    own: Any = codec(spec)
+    n = clock.group.size()
+    sample = sample.head(min(_MOST_VALUES, sample.own.numel()))
+    first, back = own.at_share(0.5 * gain(n * sample.kappa)), own.at_share(0.5)
+    workers = n if own.summable or hasattr(own, "reduce") else 1
+    tool = _Tool(first, workers, clock)
+    bits, error = tool.quality(sample.own, sample)
+    bits_back, error_back = _Tool(back, workers, clock).quality(sample.mean, sample)
+    bits_once = bits
+    if own.budget is not None:
+        bits_once = _Tool(own, workers, clock).quality(sample.own, sample)[0]
+    encode, decode = tool.lines(sample, patience_s / 2)
+    return CodecCost(
+        spec=str(own),
+        bits_out=clock.mean(bits),
+        bits_back=clock.mean(bits_back),
+        bits_once=clock.mean(bits_once),
+        error=clock.mean(error),
+        error_back=clock.mean(error_back),
+        encode=encode,
+        decode=decode,
+        norm=tool.norm_line(sample, patience_s / 4),
+        reduce=tool.reduce_line(sample, patience_s / 4),
+    )
+
+
+class _Tool:
+    """A codec with what it needs around it."""
+
+    def __init__(self, own: Codec, workers: int, clock: Clock) -> None:
+        self.codec: Any = own
+        self.workers, self.clock = workers, clock
+        self.shared = hasattr(own, "local_norm")
+
+    def key(self, step: int = 0) -> Key:
+        return Key(seed=1, step=step, rank=self.clock.group.rank())
+
+    def encoding(self, x: Tensor, segments: Sequence[int]) -> dict[str, Any]:
+        """Arguments of encode, a buffer among them."""
+        what: dict[str, Any] = {}
+        if self.codec.segmented and len(segments) > 1:
+            what["segments"] = list(segments)
+        if self.shared:
+            norms = self.codec.local_norm(x).view(1).expand(self.workers)
+            what |= {"norm": self.codec.global_norm(norms), "workers": self.workers}
+        room = self.codec.nbytes(x.numel(), x.dtype, what.get("segments"))
+        what["out"] = torch.empty(room, dtype=torch.uint8, device=x.device)
+        return what
+
+    def quality(self, x: Tensor, sample: Sample) -> tuple[float, float]:
+        """Bits a value, and the mean of ‖Q(x) - x‖²/‖x‖² over a few keys."""
+        what, power = self.encoding(x, sample.segments), float(x.float().square().sum())
+        bits, lost = 0.0, 0.0
+        for step in range(_NMSE_KEYS):
+            wire = self.codec.encode(x, self.key(step), **what)
+            decoded = self.decoded(wire, what, x)
+            bits += 8 * wire.nbytes / max(1, x.numel())
+            lost += float((decoded.float() - x.float()).square().sum())
+        return bits / _NMSE_KEYS, lost / _NMSE_KEYS / power if power else 0.0
+
+    def decoded(self, wire: Any, what: dict[str, Any], x: Tensor) -> Tensor:
+        """What one worker's wire says; of codecs that sum, as a sum of one among zeros."""
+        if not self.codec.summable or not self.shared:
+            return self.codec.decode(wire)
+        payload, keys = wire.payload, [self.key()] * self.workers
+        if getattr(self.codec, "subtract", False):
+            return self.codec.decode(wire)
+        mean = self.codec.decode_sum(payload, keys, norm=what["norm"], shape=x.shape, dtype=x.dtype)
+        return mean * self.workers
+
+    def lines(self, sample: Sample, patience_s: float) -> tuple[Line, Line]:
+        """Of encode and decode."""
+        sizes = _sizes(sample.own.numel())
+        each = patience_s / (2 * len(sizes))
+        encoded, decoded = [], []
+        for size in sizes:
+            part = sample.head(size)
+            what = self.encoding(part.own, part.segments)
+            make = lambda part=part, what=what: self.codec.encode(part.own, self.key(), **what)  # noqa: E731
+            encoded.append((size, self.clock.throughput(make, each)))
+            read = self._reading(make(), what, part.own)
+            decoded.append((size, self.clock.throughput(read, each)))
+        return fit(encoded), fit(decoded)
+
+    def _reading(self, wire: Any, what: dict[str, Any], x: Tensor) -> Any:
+        out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        if self.codec.summable:
+            payload, keys = wire.payload, [self.key()] * self.workers
+            norm = what.get("norm")
+            return lambda: self.codec.decode_sum(
+                payload, keys, norm=norm, shape=x.shape, dtype=x.dtype, out=out
+            )
+        return lambda: self.codec.decode(wire, out=out, add=True, weight=0.5)
+
+    def norm_line(self, sample: Sample, patience_s: float) -> Line:
+        """Of the read that a shared scale takes."""
+        if not self.shared:
+            return FREE
+        sizes = _sizes(sample.own.numel())
+        points = []
+        for size in sizes:
+            x = sample.own[:size]
+            look = lambda x=x: self.codec.local_norm(x)  # noqa: E731
+            points.append((size, self.clock.throughput(look, patience_s / len(sizes))))
+        return fit(points)
+
+    def reduce_line(self, sample: Sample, patience_s: float) -> Line:
+        """Of adding two wires, where the codec can."""
+        if not hasattr(self.codec, "reduce"):
+            return FREE
+        sizes = _sizes(sample.own.numel())
+        points = []
+        for size in sizes:
+            x = sample.own[:size]
+            what = self.encoding(x, (size,))
+            what.pop("out")
+            one, two = (self.codec.encode(x, self.key(step), **what) for step in (0, 1))
+            add = lambda one=one, two=two: self.codec.reduce(one, two, self.key(2))  # noqa: E731
+            points.append((size, self.clock.throughput(add, patience_s / len(sizes))))
+        return fit(points)
+
+
+def _sizes(most: int) -> list[int]:
+    """Up to three, a factor of 8 apart."""
+    return sorted({max(1, min(most, size)) for size in (most, most // 8, most // 64, 512)})[-3:]

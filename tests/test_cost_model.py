@@ -1,0 +1,372 @@
+"""The cost model: hand-worked timelines, bytes that exchanges really send, papers' formulas."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import laconic as lc
+from laconic.exchanges import Call, pair
+from laconic.planner import (
+    Bucket,
+    Cluster,
+    CodecCost,
+    Device,
+    Line,
+    Links,
+    Strategy,
+    Workload,
+    fit,
+    predict,
+    step_seconds,
+)
+from laconic.planner._line import FREE
+from laconic.planner._mean_error import mean_error
+from laconic.planner._phases import Load, paper_tree, phases
+from laconic.planner._timeline import Mark, Move, Stage, Submit, Timeline, Wait, Work
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+def times(program: list[Stage], lanes: int = 2, room: float = 1.0, busy: float = 0.0) -> float:
+    timeline = Timeline(lanes=lanes, room=room, busy=busy)
+    timeline.run(program)
+    return timeline.now
+
+
+def links(ranks: int, start_s: float = 0.0, per_s: float = 1e6) -> Links:
+    line = Line(start_s=start_s, per_s=per_s)
+    return Links(ranks=ranks, allreduce=(line,), swap=line, hop=line)
+
+
+def cost(spec: str, speed: Line = FREE, bits: float = 4.0, error: float = 0.1) -> CodecCost:
+    return CodecCost(
+        spec=str(lc.codec(spec)),
+        bits_out=bits,
+        bits_back=bits,
+        bits_once=bits,
+        error=error,
+        error_back=error,
+        encode=speed,
+        decode=speed,
+    )
+
+
+def cluster(workers: int, *codecs: CodecCost, **more) -> Cluster:
+    given_links = more.pop("flat", links(workers))
+    return Cluster(workers=workers, flat=given_links, codecs=codecs, **more)
+
+
+WORK = Workload(
+    forward_s=1.0,
+    backward_s=2.0,
+    rest_s=0.5,
+    buckets=(
+        Bucket(encoded=1000_000, plain=0, ready_s=0.5),
+        Bucket(encoded=500_000, plain=0, ready_s=2.0),
+    ),
+)
+
+
+class TestLine:
+    def test_a_line_goes_through_its_points(self) -> None:
+        line = fit([(x, 0.25 + x / 8e6) for x in (0, 1e3, 1e6, 1e8)])
+        assert line.start_s == pytest.approx(0.25)
+        assert line.per_s == pytest.approx(8e6)
+        assert line.spread < 1e-9
+
+    def test_large_and_small_amounts_count_alike(self) -> None:
+        """Absolute squares would spend everything on the largest: start would be far off."""
+        line = fit([(x, (0.001 + x / 1e6) * off) for x, off in ((1, 1.0), (1e3, 1.02), (1e7, 0.9))])
+        assert line.start_s == pytest.approx(0.001, rel=0.1)
+
+    @given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(1e-6, 1e3)), min_size=1, max_size=8))
+    def test_neither_part_is_negative(self, points: list[tuple[float, float]]) -> None:
+        line = fit(points)
+        assert line.start_s >= 0
+        assert line.per_s > 0
+
+    @pytest.mark.parametrize("points", [[], [(1, 0.0)], [(1, -1.0)]])
+    def test_what_is_no_measurement_is_refused(self, points: list[tuple[float, float]]) -> None:
+        with pytest.raises(lc.ConfigError):
+            fit(points)
+
+
+class TestTimeline:
+    def test_what_is_hidden_and_what_is_not(self) -> None:
+        """A wire of 3 s behind 2 s of work, submitted after 1 s: 1 + 3."""
+        job = Submit(0, 0, (Move(0.0, 3.0),))
+        assert times([Work(1), job, Work(2), Wait(0)]) == pytest.approx(4)
+        assert times([Work(1), job, Work(5), Wait(0)]) == pytest.approx(6)
+
+    def test_codec_and_computation_share_the_device(self) -> None:
+        """2 s and 2 s on a device for one: both end after 4. With room for two: 2."""
+        program: list[Stage] = [Submit(0, 0, (Work(2.0),)), Work(2.0), Wait(0)]
+        assert times(list(program)) == pytest.approx(4)
+        assert times(list(program), room=2.0) == pytest.approx(2)
+        assert times(list(program), room=1.5) == pytest.approx(4 / 1.5)
+
+    def test_two_lanes_share_the_wire_but_not_latency(self) -> None:
+        """1 s of latency each at once, then 2 + 2 s of one wire."""
+        jobs: list[Stage] = [Submit(i, i, (Move(1.0, 2.0),)) for i in (0, 1)]
+        assert times([*jobs, Wait(0), Wait(1)]) == pytest.approx(5)
+        one_lane: list[Stage] = [Submit(0, i, (Move(1.0, 2.0),)) for i in (0, 1)]
+        assert times([*one_lane, Wait(0), Wait(1)], lanes=1) == pytest.approx(6)
+
+    def test_a_wire_that_takes_half_a_device(self) -> None:
+        """A move of 2 s with busy 0.5 beside a work: the work runs at 0.5, the wire at 1.
+
+        After 2 s the work has 3 of 4 s left.
+        """
+        program: list[Stage] = [Submit(0, 0, (Move(0.0, 2.0),)), Work(4.0), Wait(0)]
+        assert times(list(program), busy=0.5) == pytest.approx(5)
+
+    def test_a_wire_gets_no_more_than_a_threads_share(self) -> None:
+        """busy 1 beside one work: half each, so the move of 1 s takes 2, and the work 2 of 1."""
+        program: list[Stage] = [Submit(0, 0, (Move(0.0, 1.0),)), Work(1.0), Wait(0)]
+        assert times(list(program), busy=1.0) == pytest.approx(2)
+
+    def test_jobs_of_a_lane_come_in_order(self) -> None:
+        program = [Submit(0, i, (Work(1.0),)) for i in range(3)]
+        timeline = Timeline(lanes=1)
+        assert timeline.run([*program, Wait(0), Mark(), Wait(2), Mark()]) == pytest.approx([1, 3])
+
+    def test_waiting_for_nobody_is_an_error(self) -> None:
+        with pytest.raises(RuntimeError, match="waits"):
+            times([Wait(7)])
+
+
+class TestSteps:
+    def test_plain_ddp_by_hand(self) -> None:
+        """2 ranks send all of a payload: 4 s from t = 1.5, 2 s behind it, to 7.5; then 0.5."""
+        assert step_seconds(Strategy(), cluster(2, lanes=1), WORK) == pytest.approx(8.0)
+
+    def test_a_wire_without_cost_leaves_the_computation(self) -> None:
+        fast = cluster(4, flat=links(4, per_s=1e15))
+        assert step_seconds(Strategy(), fast, WORK) == pytest.approx(WORK.compute_s)
+        assert predict(Strategy(), fast, WORK).limit == "compute"
+
+    def test_scatter_reduce_by_hand(self) -> None:
+        """2 ranks, one bucket of 1e6 values at 8 bits, ready at once, codec of 1e6 values a second.
+
+        encode 0.5 s, swap (5e5 + 64 bytes) 0.5 s, decode 0.5, encode 0.5, swap 0.5, decode 1.
+        """
+        load = Workload(
+            forward_s=0,
+            backward_s=0,
+            rest_s=0,
+            buckets=(Bucket(encoded=1_000_000, plain=0, ready_s=0),),
+        )
+        own = cost("dqsg:bits=8", Line(start_s=0, per_s=1e6), bits=8)
+        one = Strategy(codec="dqsg:bits=8")
+        found = step_seconds(one, cluster(2, own), load)
+        assert found == pytest.approx(3.5 + 2 * 64e-6)
+        assert predict(one, cluster(2, own), load).sent_bytes == pytest.approx(1e6 + 128)
+
+    @pytest.mark.parametrize("k", [1, 2, 4, 8])
+    @pytest.mark.parametrize("per_s", [3e5, 8e5, 1e6, 2e6, 1e8])
+    def test_ssd_is_the_papers_formula_where_nothing_is_shared(self, k: int, per_s: float) -> None:
+        """T = [(k-1)·max(C, P) + max(C, P + L)]/k, for P and P + L that the next step can hide.
+
+        Where the wire is the longer one, pushes queue up across pulls and the mean is the wire's:
+        the formula, which lets every step start anew, is then an upper bound.
+        """
+        own = cost("dqsg:bits=8", FREE, bits=8)
+        one = Strategy(codec="dqsg:bits=8", schedule="ssd", period=k)
+        place = cluster(2, own, flat=links(2, per_s=per_s))
+        half = 0.75e6 + 64
+        push = pull = half / per_s
+        compute = WORK.compute_s
+        formula = ((k - 1) * max(compute, push) + max(compute, push + pull)) / k
+        found = step_seconds(one, place, WORK)
+        assert found <= formula * (1 + 1e-9)
+        assert found >= max(compute, push + pull / k) * (1 - 1e-9)
+        if push + pull <= compute or push >= compute:
+            assert found == pytest.approx(formula, rel=1e-6)
+
+    def test_local_steps_pay_for_the_wire_once_a_period(self) -> None:
+        one = Strategy(schedule="local", period=10)
+        whole = 4 * WORK.values / 1e6
+        expected = WORK.compute_s + whole / 10
+        assert step_seconds(one, cluster(2), WORK) == pytest.approx(expected)
+
+    def test_a_server_is_the_bottleneck_of_many_workers(self) -> None:
+        """Weights go back in fp32: n·4·d/β, whatever a worker does."""
+        one = Strategy(codec="dqsg:bits=4", schedule="async")
+        found = step_seconds(one, cluster(65, cost("dqsg:bits=4")), WORK)
+        assert found == pytest.approx(64 * 4 * WORK.values / 1e6)
+
+    def test_what_limits(self) -> None:
+        slow = cost("dqsg:bits=4", Line(start_s=0.0, per_s=1e5))
+        one = Strategy(codec="dqsg:bits=4")
+        assert predict(Strategy(), cluster(2), WORK).limit == "wire"
+        assert predict(one, cluster(2, slow), WORK).limit == "codec"
+        far = cluster(2, cost("dqsg:bits=4"), flat=links(2, start_s=9.0, per_s=1e12))
+        assert predict(one, far, WORK).limit == "latency"
+
+    def test_a_codec_without_figures_is_named(self) -> None:
+        with pytest.raises(lc.ConfigError, match="dqsg:bits=4.*not measured"):
+            predict(Strategy(codec="dqsg:bits=4"), cluster(2, cost("qsgd:bits=4")), WORK)
+
+    @given(st.floats(1e3, 1e12), st.floats(1.01, 100))
+    def test_a_faster_link_never_makes_a_step_slower(self, per_s: float, times: float) -> None:
+        own = cost("dqsg:bits=4", Line(start_s=1e-3, per_s=1e6))
+        place = cluster(3, own, flat=links(3, 1e-3, per_s), device=Device(busy=0.3), lanes=2)
+        for one in (Strategy(), Strategy(codec="dqsg:bits=4")):
+            before = step_seconds(one, place, WORK)
+            assert step_seconds(one, place.faster(times), WORK) <= before * (1 + 1e-6)
+
+    @pytest.mark.parametrize("workers", [2, 3, 5, 64, 4096])
+    def test_any_number_of_workers(self, workers: int) -> None:
+        specs = ("fp16", "dqsg:bits=4", "global:bits=8", "global-exp:bits=8", "ecdq:error=0.08")
+        place = cluster(workers, *(cost(spec) for spec in specs))
+        for spec in specs:
+            assert predict(Strategy(codec=spec), place, WORK).step_s >= WORK.compute_s * 0.999
+
+    @pytest.mark.parametrize(("workers", "per_node"), [(1, 1), (4097, 1), (6, 4), (4, 0)])
+    def test_a_cluster_that_cannot_be_is_refused(self, workers: int, per_node: int) -> None:
+        with pytest.raises(lc.ConfigError):
+            Cluster(workers=workers, per_node=per_node, flat=links(2))
+
+
+class TestThePapersTree:
+    """Global-QSGD's model, as works and moves of the same timeline."""
+
+    @pytest.mark.parametrize("n", [2, 8, 64])
+    def test_the_formula(self, n: int) -> None:
+        size, alpha, beta, gamma = 1e6, 0.01, 2e6, 5e6
+        own = links(n, alpha, beta)
+        reduce = Line(start_s=0.0, per_s=gamma)
+        stages = tuple(paper_tree(size, own, 4.0, reduce, 3.0))
+        log = math.log2(n)
+        formula = 2 * log * alpha + 2 * log * size / 4 / beta + log * 3 * size / 4 / gamma
+        assert times([Submit(0, 0, stages), Wait(0)]) == pytest.approx(formula)
+
+    @pytest.mark.parametrize("slower", [5.0, 20.0, 79.0])
+    def test_it_pays_below_6_gamma_over_omega_minus_4(self, slower: float) -> None:
+        gamma = 5e6
+        limit = 6 * gamma / (slower - 4)
+        reduce = Line(start_s=0.0, per_s=gamma)
+        for beta, pays in ((0.99 * limit, True), (1.01 * limit, False)):
+            own = links(8, 0.01, beta)
+            plain, encoded = (
+                times([Submit(0, 0, tuple(paper_tree(1e6, own, ratio, reduce, omega))), Wait(0)])
+                for ratio, omega in ((1.0, 1.0), (4.0, slower))
+            )
+            assert (encoded < plain) == pays
+
+
+PAIRS = (
+    "none@allreduce",
+    "fp16@allreduce",
+    "global:bits=8@allreduce",
+    "global:bits=4@ring",
+    "dqsg:bits=4@scatter-reduce",
+    "ecdq:error=0.08@scatter-reduce",
+    "dqsg:bits=4@allgather",
+    "global-exp:bits=8@tree",
+    "global:levels=127,norm=l2,coder=elias@sparse",
+)
+VALUES, PLAIN_VALUES = 60_000, 300
+
+
+def sent_and_predicted(text: str) -> tuple[int, float]:
+    """Bytes that this rank sends, and what the model says."""
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    n = group.size()
+    own, way = pair(text)
+    x = torch.randn(VALUES, generator=torch.Generator().manual_seed(group.rank()))
+    bits = 8 * own.nbytes(VALUES) / VALUES
+    if own.varies:
+        norm = {}
+        if hasattr(own, "local_norm"):
+            every = [own.local_norm(x)] * n  # pyright: ignore[reportAttributeAccessIssue]
+            norm = {"norm": own.global_norm(torch.stack(every)), "workers": 1}  # pyright: ignore[reportAttributeAccessIssue]
+        bits = 8 * own.at_share(0.5).encode(x, lc.Key(), **norm).nbytes / VALUES
+    call = Call(group=group)
+    way.mean(x, own, call, torch.ones(PLAIN_VALUES))
+    load = Load(
+        encoded=VALUES,
+        plain=PLAIN_VALUES,
+        cost=replace(cost("none"), spec=str(own), bits_out=bits, bits_back=bits),
+        varies=own.varies,
+        shared_norm=hasattr(own, "local_norm"),
+        levels=own.levels_for(1) if way.name == "ring" else 0,  # pyright: ignore[reportAttributeAccessIssue]
+    )
+    stages = phases(way.name, load, cluster(n))
+    return call.traffic.sent_bytes, sum(s.nbytes for s in stages if isinstance(s, Move))
+
+
+def bytes_sent(rank: int) -> dict[str, tuple[int, float]]:
+    return {text: sent_and_predicted(text) for text in PAIRS}
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_predicted_bytes_are_those_that_exchanges_send(size: int, tmp_path: Path) -> None:
+    """Within 1% (chunks and messages are padded), on average over ranks."""
+    answers = ranks.run([bytes_sent], size, tmp_path)
+    for text in PAIRS:
+        found = [answers[rank, "bytes_sent"][text] for rank in range(size)]
+        sent = sum(one[0] for one in found) / size
+        assert found[0][1] == pytest.approx(sent, rel=0.015), text
+
+
+class TestMeanError:
+    """Against rows of `python -m benchmarks.mean_error`, measured with the exchanges themselves."""
+
+    ROWS = json.loads((RESULTS / "mean_error.json").read_text())["rows"]
+
+    def test_rows_exist(self) -> None:
+        assert len(self.ROWS) > 20
+
+    @pytest.mark.parametrize("n", [2, 4, 16, 64])
+    def test_scatter_reduce(self, n: int) -> None:
+        row = self.row("dqsg:bits=4@scatter-reduce", n)
+        one = self.row("dqsg:bits=4@scatter-reduce", 64, "identical")["nmse"]  # all of it e'
+        own = replace(cost("dqsg:bits=4"), error=one, error_back=one)
+        assert mean_error("scatter-reduce", own, n) == pytest.approx(row["nmse"], rel=0.06)
+
+    @pytest.mark.parametrize("n", [2, 8, 64])
+    def test_tree(self, n: int) -> None:
+        row = self.row("global-exp:bits=8@tree", n)
+        own = replace(cost("global-exp:bits=8"), error=0.0785)
+        assert mean_error("tree", own, n) == pytest.approx(row["nmse"], rel=0.12)
+        same = self.row("global-exp:bits=8@tree", 64, "identical")
+        assert mean_error("tree", own, 64, 1.0) == pytest.approx(same["nmse"], rel=0.12)
+
+    @pytest.mark.parametrize("n", [2, 8, 64])
+    def test_a_ring_of_independent_gradients_averages_nothing_away(self, n: int) -> None:
+        own = replace(cost("global:bits=8"), error=0.0003)
+        assert mean_error("ring", own, n) == pytest.approx(0.0003)
+        assert mean_error("ring", own, n, kappa=1.0) == pytest.approx(0.0003 / n)
+
+    def test_hierarchical(self) -> None:
+        row = self.row("dqsg:bits=4@hierarchical", 64)
+        own = replace(cost("dqsg:bits=4"), error=0.0184, error_back=0.0184)
+        assert mean_error("hierarchical", own, 64, None, 8) == pytest.approx(row["nmse"], rel=0.06)
+
+    def row(self, pair_text: str, n: int, kind: str = "independent") -> dict:
+        for row in self.ROWS:
+            if (row["pair"], row["ranks"], row["kind"]) == (pair_text, n, kind):
+                return row
+        raise LookupError(pair_text, n, kind)
+
+
+def test_more_bits_are_more_bytes() -> None:
+    sent = [
+        predict(Strategy(codec="dqsg:bits=4"), cluster(4, cost("dqsg:bits=4", bits=bits)), WORK)
+        for bits in (2.0, 4.0, 8.0)
+    ]
+    assert all(a.sent_bytes < b.sent_bytes for a, b in pairwise(sent))
