@@ -81,9 +81,10 @@ def _momentum(momentum: float = 0.9, share: float = 1.0, scale: float = 1.0) -> 
     return lc.MomentumRule(momentum=momentum, share=share, local_lr_scale=scale)
 
 
-# Rows were kept under these names before AdamRule was the product's: its form here corrects the
-# bias of its second moment, and has a gain that leaves weight decay alone (theirs was in
-# local_lr_scale). "momentum-share-2" is of such rows, too: MomentumRule refuses it since.
+# Rows are kept under names that are not here any more. "adam", "adam-2g", "adam-share-0" and
+# "adam-lagged" are forms before AdamRule was the product's: without the bias correction of its
+# second moment, and with a gain that also multiplied weight decay. "momentum-share-2":
+# MomentumRule refuses it since.
 RULES: dict[str, LocalRule | None] = {
     "glu": lc.GLU(),
     "dcasgd": lc.DCASGD(),
@@ -96,6 +97,7 @@ RULES: dict[str, LocalRule | None] = {
     "momentum-g/2": _momentum(scale=0.5),
     "momentum-2g": _momentum(scale=2.0),
     "momentum-0.8": _momentum(momentum=0.8),
+    "momentum-0.8-share-0.5": _momentum(momentum=0.8, share=0.5),
     "lagged": Lagged(),
     "lagged-g/2": Lagged(local_lr_scale=0.5),
     "lagged-2g": Lagged(local_lr_scale=2.0),
@@ -109,9 +111,11 @@ RULES: dict[str, LocalRule | None] = {
     "glu-alpha-4": lc.GLU(alpha=4.0),
     "glu-alpha-4-beta-1": lc.GLU(alpha=4.0, beta=1.0),
     "glu-alpha-8-beta-1": lc.GLU(alpha=8.0, beta=1.0),
-    "adam": lc.AdamRule(gain=1.0),
-    "adam-2g": lc.AdamRule(),
-    "adam-share-0": lc.AdamRule(gain=1.0, share=0.0),
-    "adam-lagged": LaggedAdam(),
-    "adam-lagged-2g": LaggedAdam(gain=2.0),
+    "adam-gain-1": lc.AdamRule(gain=1.0),
+    "adam-gain-1.5": lc.AdamRule(gain=1.5),
+    "adam-gain-2": lc.AdamRule(gain=2.0),
+    "adam-gain-1-share-0": lc.AdamRule(gain=1.0, share=0.0),
+    "adam-gain-2-share-0.5": lc.AdamRule(gain=2.0, share=0.5),
+    "adam-gain-1-lagged": LaggedAdam(),
+    "adam-gain-2-lagged": LaggedAdam(gain=2.0),
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
 from typing import Any
 
 Rows = list[dict[str, Any]]
+Found = dict[str, dict[int, list[float]]]  # by setting and seed
 
 
 def time_to_accuracy(rows: Rows) -> str:
@@ -25,77 +26,85 @@ def time_to_accuracy(rows: Rows) -> str:
     return "\n".join(lines)
 
 
+CODED = " codec=ecdq:error=0.08"
 RULES = {
-    "momentum": "`MomentumRule(share=1)`",
-    "momentum-share-0.5": "`MomentumRule(share=0.5)`",
-    "momentum-share-0": "`MomentumRule(share=0)`",
-    "momentum-0.8": "`MomentumRule(momentum=0.8, share=1)`",
-    "glu": "`GLU()`",
-    "glu-alpha-4-beta-1": "`GLU(alpha=4, beta=1)`",
-    "dcasgd": "`DCASGD()`",
-    "plain": "`LocalSGDRule()`",
-    "none": "`None`",
+    "ssd k={k} momentum-share-0.5 lr={lr}": "`MomentumRule()`, that is `share=0.5`",
+    "ssd k={k} momentum lr={lr}": "`MomentumRule(share=1)`",
+    "ssd k={k} momentum-share-0 lr={lr}": "`MomentumRule(share=0)`",
+    "ssd k={k} momentum-0.8-share-0.5 lr={lr}": "`MomentumRule(momentum=0.8)`",
+    "ssd k={k} momentum-0.8 lr={lr}": "`MomentumRule(momentum=0.8, share=1)`",
+    "ssd k={k} glu lr={lr}": "`GLU()`",
+    "ssd k={k} glu-alpha-4-beta-1 lr={lr}": "`GLU(alpha=4, beta=1)`",
+    "ssd k={k} dcasgd lr={lr}": "`DCASGD()`",
+    "ssd k={k} plain lr={lr}": "`LocalSGDRule()`",
+    "ssd k={k} none lr={lr}": "`None`",
+    "ssd k={k} momentum-share-0.5 lr={lr}" + CODED: "`MomentumRule()`, `codec=ecdq:error=0.08`",
+    "ssd k={k} glu lr={lr}" + CODED: "`GLU()`, `codec=ecdq:error=0.08`",
+    "local H={k} lr={lr}": "`LocalSGD(period=k)`",
+    "local H={k} Nesterov(lr=0.7, momentum=0.9) lr={lr}": "the same, `outer=Nesterov()`",
 }
 
 
 def rules(rows: Rows) -> str:
     """Test accuracy of ResNet-20 after SSD with each local rule, by period."""
-    found = _of(rows, "resnet20", "accuracy")
-    periods = (2, 4, 8, 16)
-    lines = ["| | rate | " + " | ".join(f"k = {k}" for k in periods) + " |", "|---" * 6 + "|"]
-    for rate in (0.8, 0.4):
-        got = _spread(found[f"sync lr={rate}"], 100)
-        lines.append(f"| synchronous | {rate} | {got} | | | |")
-    for name, text in RULES.items():
-        for rate in (0.8, 0.4, 0.2):
-            settings = [f"ssd k={k} {name} lr={rate}" for k in periods]
-            if any(one in found for one in settings):
-                cells = [_spread(found[one], 100) if one in found else "" for one in settings]
-                lines.append(f"| {text} | {rate} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    found = _of(rows, "resnet20", "accuracy", 100)
+    return _by_period(found, 1, RULES, (2, 4, 8, 16), (0.8, 0.4, 0.2))
 
 
 ADAM_RULES = {
-    "none": "`None`",
-    "glu": "`GLU()`",
-    "plain": "`LocalSGDRule()`",
-    "adam": "`AdamRule(gain=1)`*",
-    "adam-2g": "`AdamRule()`*",
+    "ssd k={k} adam-gain-2 lr={lr}": "`AdamRule()`, that is `gain=2`",
+    "ssd k={k} adam-gain-1.5 lr={lr}": "`AdamRule(gain=1.5)`",
+    "ssd k={k} adam-gain-1 lr={lr}": "`AdamRule(gain=1)`",
+    "ssd k={k} adam-gain-2-share-0.5 lr={lr}": "`AdamRule(share=0.5)`",
+    "ssd k={k} glu lr={lr}": "`GLU()`",
+    "ssd k={k} plain lr={lr}": "`LocalSGDRule()`",
+    "ssd k={k} none lr={lr}": "`None`",
+    "local H={k} lr={lr}": "`LocalSGD(period=k)`",
 }
 
 
 def adam(rows: Rows) -> str:
-    """Bits a character of a small transformer under AdamW."""
+    """Bits a character of a small transformer under AdamW, by period."""
     found = _of(rows, "transformer", "bits_per_character")
-    rates = (0.001, 0.002, 0.004)
-    lines = ["| | " + " | ".join(f"rate {rate}" for rate in rates) + " |", "|---|---|---|---|"]
-    names = [("synchronous", "sync")]
-    for period in (1, 4):
-        names += [
-            (f"k = {period}, {text}", f"ssd k={period} {name}") for name, text in ADAM_RULES.items()
-        ]
-    for text, start in names:
-        settings = [f"{start} lr={rate}" for rate in rates]
-        if any(one in found for one in settings):
-            cells = [_spread(found[one], 1) if one in found else "" for one in settings]
-            lines.append(f"| {text} | {' | '.join(cells)} |")
+    return _by_period(found, 3, ADAM_RULES, (1, 2, 4, 8), (0.002, 0.004, 0.001))
+
+
+def _by_period(
+    found: Found,
+    digits: int,
+    forms: dict[str, str],
+    periods: tuple[int, ...],
+    rates: tuple[float, ...],
+) -> str:
+    lines = ["| | rate | " + " | ".join(f"k = {k}" for k in periods) + " |"]
+    lines.append("|---" * (len(periods) + 2) + "|")
+    for form, text in {"sync lr={lr}": "synchronous", **forms}.items():
+        for lr in rates:
+            settings = dict.fromkeys(form.format(k=k, lr=lr) for k in periods)
+            cells = [_spread(found.get(one, {}), digits) for one in settings]
+            if any(cells):
+                cells += [""] * (len(periods) - len(cells))  # synchronous: one for all
+                lines.append(f"| {text} | {lr} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _of(rows: Rows, task: str, value: str) -> dict[str, list[float]]:
-    """Values of the final runs, by setting."""
-    found: dict[str, list[float]] = {}
+def _of(rows: Rows, task: str, value: str, times: float = 1) -> Found:
+    """Values by setting and seed; not of the screening, which has one seed."""
+    found: Found = {}
     for row in rows:
-        if row["stage"] == "final" and row["task"] == task:
-            found.setdefault(row["setting"], []).append(row[value])
+        if row["stage"] != "screen" and row["task"] == task:
+            seeds = found.setdefault(row["setting"], {})
+            seeds.setdefault(row["seed"], []).append(times * row[value])
     return found
 
 
-def _spread(values: Iterable[float], times: float) -> str:
-    got = sorted(times * value for value in values)
-    digits = 1 if times > 1 else 3
-    mean = sum(got) / len(got)
-    return f"{mean:.{digits}f} ({got[0]:.{digits}f} to {got[-1]:.{digits}f})"
+def _spread(seeds: dict[int, list[float]], digits: int) -> str:
+    """Mean of seeds, least and most of all runs (some seeds ran twice), number of seeds."""
+    if not seeds:
+        return ""
+    got = sorted(value for values in seeds.values() for value in values)
+    mean = statistics.mean(statistics.mean(values) for values in seeds.values())
+    return f"{mean:.{digits}f} ({got[0]:.{digits}f} to {got[-1]:.{digits}f}; {len(seeds)})"
 
 
 FORMS = {

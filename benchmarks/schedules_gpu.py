@@ -2,12 +2,14 @@
 
     python -m benchmarks.schedules_gpu --data FILE --stage screen [--seconds 500] [--save]
     python -m benchmarks.schedules_gpu --data FILE --stage final --repairs momentum [--save]
+    python -m benchmarks.schedules_gpu --data FILE --stage defaults --rate 0.8 [--save]
 
 ResNet-20 on CIFAR-10, 4 workers × batch 128, 12 epochs, SGD with momentum on the master weights;
 and a transformer (4 layers, width 160) on the bytes of Python's own sources, 4 × 24 × 128, 1500
 steps of AdamW. One cycle of the learning rate (no cycle of momentum). Warm-up: one epoch, or 150
-steps. `screen` tries many rules with one seed, `final` few with three. A wave of runs shares the
-GPU; rows are written after each. `--quick` runs everything in miniature, without a GPU.
+steps. `screen` tries many rules with one seed, `final` few with three, `defaults` those that SSD
+takes by itself with their neighbours, local SGD, and a codec, with three too. A wave of runs shares
+the GPU; rows are written after each. `--quick` runs everything in miniature, without a GPU.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from benchmarks._simulated import Setting, Slot, begun
 from benchmarks._tasks import Characters, Pictures
 
 NAME = "schedules_gpu"
+_ADAMS = ["adam-gain-2", "adam-gain-1"]
 KNOWN_BAD = 1e6  # a training loss that is not finite, in JSON
 
 
@@ -64,9 +67,9 @@ def ssd(period: int, rule: str, rate: float, **more: Any) -> Setting:
     return _named(Setting(name=name, kind="ssd", period=period, rule=own, rate=rate, **more))
 
 
-def local(period: int, outer: Any, rate: float) -> Setting:
+def local(period: int, outer: Any, rate: float, **more: Any) -> Setting:
     name = f"local H={period}" + (f" {outer}" if outer else "")
-    return _named(Setting(name=name, kind="local", period=period, outer=outer, rate=rate))
+    return _named(Setting(name=name, kind="local", period=period, outer=outer, rate=rate, **more))
 
 
 def _named(one: Setting) -> Setting:
@@ -98,7 +101,7 @@ def screened(options: Any) -> Groups:
     names = ["none", "plain", "glu", "held-1-whole", "momentum"]
     names += [name for name in RULES if name.startswith("adam")]
     adams += [ssd(4, name, options.adam_rate, **adam) for name in names]
-    adams += [ssd(1, name, options.adam_rate, **adam) for name in ("line", "adam")]
+    adams += [ssd(1, name, options.adam_rate, **adam) for name in ("line", "adam-gain-1")]
     # a long-run step lr/(1-μ) as before
     slow = [{"momentum": 0.8, "rate": 2 * rate}, {"momentum": 0.5, "rate": 5 * rate}]
     others = [ssd(8, name, **more) for name in ("glu", "none") for more in slow]
@@ -141,6 +144,34 @@ def finals(options: Any) -> Groups:
         ("pictures", coded),
         ("pictures", outer),
     ]
+
+
+def defaults(options: Any) -> Groups:
+    """What local="auto" takes, beside other shares and gains, at each period."""
+    rate, r, adam = options.rate, options.adam_rate, {"adam": True, "decay": 0.01}
+    periods = (2, 4, 8)
+    adams = [sync(r, **adam)] + [ssd(k, name, r, **adam) for k in periods for name in _ADAMS]
+    shares = ("momentum-share-0.5", "momentum", "momentum-share-0")
+    first = [sync(rate)] + [ssd(k, name, rate) for k in periods for name in shares]
+    first += [local(4, None, rate), local(8, None, rate), local(8, lc.Nesterov(), rate)]
+    coded = [ssd(4, name, rate, codec="ecdq:error=0.08") for name in (shares[0], "glu")]
+    more = [ssd(1, name, r, **adam) for name in _ADAMS]
+    more += [sync(2 * r, **adam), *(ssd(k, "adam-gain-2", 2 * r, **adam) for k in (4, 8))]
+    names = ("adam-gain-2-share-0.5", "adam-gain-1.5")
+    more += [ssd(k, name, r, **adam) for k in (4, 8) for name in names]
+    more += [local(k, None, r, **adam) for k in (4, 8)]
+    others = [ssd(k, "momentum-0.8-share-0.5", rate) for k in periods]
+    others += [ssd(16, shares[0], rate)]
+    return [
+        ("characters", adams),
+        ("pictures", first),
+        ("pictures", coded),
+        ("characters", more),
+        ("pictures", others),
+    ]
+
+
+STAGES = {"screen": screened, "final": finals, "defaults": defaults}
 
 
 class Study:
@@ -193,10 +224,15 @@ class Study:
         for slot, job in zip(slots, jobs, strict=False):
             with slot.on():
                 runs.append((slot, job, begun(slot, job.setting, job.seed)))
+        early, steady = max(1, task.steps // 40), began
         for t in range(task.steps):
-            if t == max(1, task.steps // 20):
+            if t == early:  # the first steps are slow
                 self._wait()
-                runs = self._fitting(name, runs, (time.perf_counter() - began) / t * task.steps)
+                steady = time.perf_counter()
+            elif t == 2 * early:
+                self._wait()
+                pace = (time.perf_counter() - steady) / early
+                runs = self._fitting(name, runs, pace * task.steps)
             for slot, job, run in runs:
                 with slot.on():
                     run.step(t, rate_at(t, task.steps, job.setting.rate))
@@ -298,7 +334,7 @@ def _pictures(options: Any, device: torch.device) -> Pictures:
 def arguments() -> argparse.Namespace:
     found = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stage", choices=("screen", "final"), default="screen")
+    parser.add_argument("--stage", choices=list(STAGES), default="screen")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--device", default=found)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no wave after these")
@@ -308,7 +344,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=0.4, help="peak for SGD")
     parser.add_argument("--adam-rate", type=float, default=2e-3)
     parser.add_argument("--repairs", nargs="*", default=["momentum"], choices=list(RULES))
-    parser.add_argument("--adam-repairs", nargs="*", default=["line", "adam"], choices=list(RULES))
+    parser.add_argument("--adam-repairs", nargs="*", default=_ADAMS, choices=list(RULES))
     parser.add_argument("--only", default="", help="settings whose name has this")
     parser.add_argument("--out", type=Path, help="a folder that gets the rows after each wave")
     parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
@@ -325,7 +361,7 @@ def main() -> None:
         raise SystemExit("--quick measures nothing: leave out --save")
     study = Study(options)
     study.say("data is there")
-    groups = screened(options) if options.stage == "screen" else finals(options)
+    groups = STAGES[options.stage](options)
     seeds = options.seeds or (1 if options.stage == "screen" else 3)
     for task, settings in groups:
         wanted = [one for one in settings if options.only in one.name]

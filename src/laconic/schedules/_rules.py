@@ -169,8 +169,8 @@ class MomentumRule(LocalRule):
     2. A pull takes what is the rank's own out of W, and `share` (ρ) takes it out of v: had v been
        off by a constant δ through the period, W would be off by -k·δ, and δ becomes (1 - ρ)·δ.
        W̄ - M = 0, so this changes no mean either, and whatever mean there is (of the codec's
-       errors) it makes smaller. With 4 workers 0, ½ and 1 are level; 2, refused since, broke down
-       (`python -m benchmarks.schedules_gpu`).
+       errors) it makes smaller. With 4 workers and k = 2, 4 and 8 shares of 0, ½ and 1 are level
+       on the test set; 2, refused since, broke down (`python -m benchmarks.schedules_gpu`).
 
     v starts as the last step of warm-up, which is lr·m exactly (but for Nesterov's form); without
     one it is zero, as m is. It is in units of weights, and follows lr at once as lr·m does. With
@@ -219,8 +219,9 @@ class AdamRule(LocalRule):
        is missing comes with the first pulls.
     3. γ (`gain`): owners divide by √s of the mean gradient. Noise is most of a rank's gradient, and
        n ranks' mean has 1/n of its square, so a rank's √s is larger by up to √n, its steps are too
-       short, and it falls behind. γ from 1 to √n makes up for that. 2 = √4 was measured with 4
-       workers, and with no other number of them: take 1 with one worker, and try with many.
+       short, and it falls behind. γ from 1 to √n makes up for that. With 4 workers 2 = √4 was
+       better than 1, the more the longer the period, and than 1.5; more was not tried. Other
+       numbers of workers were not measured: take 1 with one worker, and try with many.
     4. Unlike MomentumRule, ranks' mean is the owners' only roughly: Adam is not linear.
 
     `betas` and `eps` are the parameter group's own where they are None. Weight decay is as above
