@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from typer.testing import CliRunner
 
 import laconic as lc
 from laconic import cli, lab
+from laconic.cli._probe import split_codecs
 from laconic.lab._rates import Rate, parse_rates, rates_of
+from laconic.planner import Paper, Probe, machine
 
 LACKING = lab.missing()
 needs_lab = pytest.mark.skipif(LACKING is not None, reason=LACKING or "")
@@ -195,6 +199,218 @@ def test_it_runs_without_root_in_a_user_namespace() -> None:
     found = user("-m", "laconic", "lab", "run", "--hosts", "2", "--", sys.executable, "-c", WHERE)
     assert found.returncode == 0, found.stderr
     assert "1 │ rank 1 of 2" in found.stdout
+
+
+# Probe and plan
+
+
+TINY = """
+import torch
+from torch import nn
+
+def setup():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 10))
+    return model, lambda model: model(torch.randn(16, 128)).square().mean()
+"""
+PAPER = ("--link", "1gbit", "--workers", "4", "--params", "30m", "--compute", "100ms")
+
+
+def planned(*words: str) -> dict[str, Any]:
+    found = CliRunner().invoke(cli.app, ["plan", *words, "--json"])
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout)
+
+
+def test_a_probe_wants_ranks() -> None:
+    found = laconic("probe", env={k: v for k, v in os.environ.items() if k != "RANK"})
+    assert found.returncode == 2 and not found.stdout
+    assert found.stderr.count("\n") == 1 and "torchrun --nproc-per-node 2" in found.stderr
+
+
+def test_a_probe_is_planned_with(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(TINY)
+    codecs = "fp16,dqsg:bits=4,ecdq:error=0.08,coder=rans"
+    words = ("--seconds", "3", "--codecs", codecs, "--model", "tiny:setup", "--out", "probe.json")
+    with lab.Loopback(hosts=2) as net:
+        run = net.start([sys.executable, "-m", "laconic", "probe", *words], cwd=tmp_path)
+        first, second = run.wait(timeout_s=50)
+    assert "all-reduce" in first.stdout and "ecdq:error=0.08,coder=rans" in first.stdout
+    assert "Next: laconic plan --probe probe.json" in first.stdout and not second.stdout
+    file = str(tmp_path / "probe.json")
+    told = planned("--probe", file)
+    names = {one["name"] for one in told["choices"]}
+    assert {"plain DDP", "fp16", "dqsg:bits=4", "ssd k=4 ecdq:error=0.08,coder=rans"} <= names
+    assert told["workers"] == 2 and told["link_bit_s"] > 1e6 and told["compute_s"] > 0
+
+
+def as_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun would start it."""
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+
+
+def measured() -> Probe:
+    """What a probe of four CPUs without a model might find."""
+    paper = Paper(machine=machine("cpu-server"), workers=4)
+    return Probe(cluster=paper.cluster(), workload=None, machine="paper")
+
+
+def test_a_probe_is_printed_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    as_rank(0, monkeypatch)
+    monkeypatch.setattr("laconic.cli._probe._ranks", lambda patience_s: nullcontext())
+    monkeypatch.setattr("laconic.cli._probe.measure", lambda setup, **options: measured())
+    file = str(tmp_path / "probe.json")
+    found = CliRunner().invoke(cli.app, ["probe", "--json", "--out", file])
+    assert found.exit_code == 0, found.output
+    told = json.loads(found.stdout)
+    assert told == json.loads(Path(file).read_text()) and told["workload"] is None
+    shown = CliRunner().invoke(cli.app, ["probe"])
+    assert "all-reduce, all" in shown.stdout and "850 Mbit/s" in shown.stdout
+    monkeypatch.setenv("RANK", "1")
+    assert not CliRunner().invoke(cli.app, ["probe"]).output
+
+
+def test_a_probe_without_a_model_needs_one_on_paper(tmp_path: Path) -> None:
+    file = str(tmp_path / "probe.json")
+    measured().save(file)
+    refused = CliRunner().invoke(cli.app, ["plan", "--probe", file])
+    assert refused.exit_code == 2 and "--params 125m --compute 300ms" in refused.stderr
+    model = "--params", "10m", "--compute", "50ms"
+    told = planned("--probe", file, *model)
+    assert told["compute_s"] == pytest.approx(0.05) and told["workers"] == 4
+    assert told["link_bit_s"] == pytest.approx(0.85e9)
+    assert planned("--probe", file, *model, "--workers", "16")["workers"] == 16
+    refused = CliRunner().invoke(cli.app, ["plan", "--probe", file, *model, "--link", "1gbit"])
+    assert refused.exit_code == 2 and "leave out --link" in refused.stderr
+
+
+def test_a_rank_that_is_lost_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank(0, monkeypatch)
+
+    def fail(patience_s: float) -> None:
+        raise RuntimeError("connection closed\nsomewhere")
+
+    monkeypatch.setattr("laconic.cli._probe._ranks", fail)
+    found = CliRunner().invoke(cli.app, ["probe"])
+    assert found.exit_code == 1 and "failed on rank 0: connection closed\n" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--codecs", "nonsense"), "nonsense"),
+        (("--seconds", "0"), "--seconds is above 0"),
+        (("--out", "nowhere/probe.json"), "no folder"),
+    ],
+)
+def test_bad_probes_end_before_they_start(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], sentence: str
+) -> None:
+    as_rank(0, monkeypatch)
+    found = CliRunner().invoke(cli.app, ["probe", *words])
+    assert found.exit_code == 2 and sentence in found.stderr
+    assert found.stderr.count("\n") == 1
+    monkeypatch.setenv("RANK", "1")
+    found = CliRunner().invoke(cli.app, ["probe", *words])
+    assert found.exit_code == 2 and not found.stderr  # one rank says it
+
+
+def test_codecs_have_commas_inside() -> None:
+    text = "rotate(dqsg:bits=4,block=256):block=2048,ecdq:error=0.08,coder=rans,fp16,qsgd"
+    assert split_codecs(text) == (
+        "rotate(dqsg:bits=4,block=256):block=2048",
+        "ecdq:error=0.08,coder=rans",
+        "fp16",
+        "qsgd",
+    )
+    with pytest.raises(lc.ConfigError):
+        split_codecs("fp16,fp17")
+
+
+def test_a_plan_on_paper() -> None:
+    told = planned(*PAPER)
+    times = [one["prediction"]["step_s"] for one in told["choices"]]
+    assert times == sorted(times) and "plain DDP" in {one["name"] for one in told["choices"]}
+    assert told["link_bit_s"] == 1e9 and told["best"] in told["verdict"]
+    assert told["code"].startswith("lc.compress(model, ")
+    slower = planned(*PAPER, "--latency", "10ms")
+    assert slower["choices"][0]["prediction"]["step_s"] > times[0]
+    halved = planned(*PAPER, "--dtype", "bf16")
+    plain = [
+        next(
+            one["prediction"]["sent_bytes"]
+            for one in found["choices"]
+            if one["name"] == "plain DDP"
+        )
+        for found in (told, halved)
+    ]
+    assert plain == pytest.approx([1.5 * 120e6, 1.5 * 60e6])
+
+
+def test_a_plan_is_shown_with_its_line_of_code() -> None:
+    found = CliRunner().invoke(cli.app, ["plan", "--machine", "home", *PAPER[2:]])
+    assert found.exit_code == 0 and "predicted" in found.stdout
+    assert 'lc.compress(model, "ecdq:error=0.08")' in found.stdout.splitlines()[-1]
+    assert "* changes training" in found.stdout and "…" not in found.stdout
+    few, every = found.stdout, CliRunner().invoke(cli.app, ["plan", *PAPER, "--all"]).stdout
+    assert "more: --all" in few and "more: --all" not in every
+    assert every.count("\n") > few.count("\n")
+
+
+def test_options_change_a_machines_figures() -> None:
+    words = "--machine", "p4d.24xlarge", "--params", "1b", "--compute", "100ms"
+    assert planned(*words)["workers"] == 16 and planned(*words)["link_bit_s"] == 400e9
+    changed = planned(*words, "--link", "100gbit", "--gpus-per-node", "4", "--device", "t4")
+    assert changed["workers"] == 8 and changed["link_bit_s"] == 100e9
+    near = [planned(*words, "--inside", speed)["choices"][0] for speed in ("2400gbit", "1gbit")]
+    assert near[0]["prediction"]["step_s"] < near[1]["prediction"]["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "--probe probe.json"),
+        (("--link", "fast", *PAPER[2:]), "a rate is like"),
+        (PAPER[:4], "--params 7b --compute 400ms"),
+        (PAPER[:6], "belong together"),
+        ((*PAPER, "--gpus-per-node", "3"), "do not fill nodes of 3"),
+        ((*PAPER, "--device", "abacus"), "devices are"),
+        ((*PAPER, "--machine", "vax"), "no figures for 'vax'"),
+        ((*PAPER, "--error", "-1"), "NMSE"),
+        ((*PAPER, "--dtype", "int4"), "dtype is"),
+        (("--probe", "nowhere.json"), "is no probe"),
+        ((*PAPER, "--plot", "nowhere/plan.html"), "cannot be written"),
+    ],
+)
+def test_bad_plans_are_a_sentence(words: tuple[str, ...], sentence: str) -> None:
+    found = CliRunner().invoke(cli.app, ["plan", *words])
+    assert found.exit_code == 2 and sentence in found.stderr
+    assert found.stderr.count("\n") == 1 and not found.stdout
+
+
+def test_a_plot_is_one_page(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page = tmp_path / "plan.html"
+    found = CliRunner().invoke(cli.app, ["plan", *PAPER, "--plot", str(page)])
+    assert found.exit_code == 0, found.output
+    text = page.read_text()
+    assert "plain DDP" in text and "computation alone" in text and "now: 1.0 Gbit" in text
+    assert not re.search(r"<script[^>]*\ssrc=", text)  # nothing to fetch
+
+
+def test_a_plot_without_plotly_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    found = CliRunner().invoke(cli.app, ["plan", *PAPER, "--plot", "plan.html"])
+    assert found.exit_code == 2 and "pip install" in found.stderr
+
+
+def test_help_has_examples() -> None:
+    for command in ("probe", "plan"):
+        found = CliRunner().invoke(cli.app, [command, "--help"])
+        assert found.exit_code == 0 and f"laconic {command} --" in found.stdout
 
 
 # Faults

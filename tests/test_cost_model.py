@@ -38,8 +38,10 @@ from laconic.planner._timeline import Mark, Move, Stage, Submit, Timeline, Wait,
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
-def times(program: list[Stage], lanes: int = 2, room: float = 1.0, busy: float = 0.0) -> float:
-    timeline = Timeline(lanes=lanes, room=room, busy=busy)
+def times(
+    program: list[Stage], lanes: int = 2, room: float = 1.0, drain: float = 0.0, pace: float = 1.0
+) -> float:
+    timeline = Timeline(lanes=lanes, room=room, drain=drain, pace=pace)
     timeline.run(program)
     return timeline.now
 
@@ -124,17 +126,15 @@ class TestTimeline:
         assert times([*one_lane, Wait(0), Wait(1)], lanes=1) == pytest.approx(6)
 
     def test_a_wire_that_takes_half_a_device(self) -> None:
-        """A move of 2 s with busy 0.5 beside a work: the work runs at 0.5, the wire at 1.
-
-        After 2 s the work has 3 of 4 s left.
-        """
+        """A move of 2 s with drain 0.5 beside a work of 4 s: after 2 s the work has 3 s left."""
         program: list[Stage] = [Submit(0, 0, (Move(0.0, 2.0),)), Work(4.0), Wait(0)]
-        assert times(list(program), busy=0.5) == pytest.approx(5)
+        assert times(list(program), drain=0.5) == pytest.approx(5)
+        assert times(list(program), drain=0.5, room=2.0) == pytest.approx(4)
 
-    def test_a_wire_gets_no_more_than_a_threads_share(self) -> None:
-        """busy 1 beside one work: half each, so the move of 1 s takes 2, and the work 2 of 1."""
-        program: list[Stage] = [Submit(0, 0, (Move(0.0, 1.0),)), Work(1.0), Wait(0)]
-        assert times(list(program), busy=1.0) == pytest.approx(2)
+    def test_a_wire_is_slower_beside_work(self) -> None:
+        """1 s of latency and 3 of bytes at pace 0.5 beside 4 s of work, then 2 s alone."""
+        program: list[Stage] = [Submit(0, 0, (Move(1.0, 3.0),)), Work(4.0), Wait(0)]
+        assert times(list(program), pace=0.5) == pytest.approx(6)
 
     def test_jobs_of_a_lane_come_in_order(self) -> None:
         program = [Submit(0, i, (Work(1.0),)) for i in range(3)]
@@ -221,14 +221,18 @@ class TestSteps:
     @given(st.floats(1e3, 1e12), st.floats(1.01, 100))
     def test_a_faster_link_never_makes_a_step_slower(self, per_s: float, times: float) -> None:
         own = cost("dqsg:bits=4", Line(start_s=1e-3, per_s=1e6))
-        place = cluster(3, own, flat=links(3, 1e-3, per_s), device=Device(busy=0.3), lanes=2)
+        place = cluster(
+            3, own, flat=links(3, 1e-3, per_s), device=Device(drain=0.3, pace=0.8), lanes=2
+        )
         for one in (Strategy(), Strategy(codec="dqsg:bits=4")):
             before = step_seconds(one, place, WORK)
             assert step_seconds(one, place.faster(times), WORK) <= before * (1 + 1e-6)
 
     @pytest.mark.parametrize("workers", [2, 3, 5, 64, 4096])
     def test_any_number_of_workers(self, workers: int) -> None:
-        specs = ("fp16", "dqsg:bits=4", "global:bits=8", "global-exp:bits=8", "ecdq:error=0.08")
+        specs = ["fp16", "dqsg:bits=4", "global-exp:bits=8", "ecdq:error=0.08"]
+        if workers <= 127:  # as many as int8 can add
+            specs.append("global:bits=8")
         place = cluster(workers, *(cost(spec) for spec in specs))
         for spec in specs:
             assert predict(Strategy(codec=spec), place, WORK).step_s >= WORK.compute_s * 0.999

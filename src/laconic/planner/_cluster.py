@@ -73,13 +73,22 @@ class Device:
 
     A device (a rank's share of the CPU, or a GPU) runs one task at full speed. `room` is how many
     it can run at full speed at once: 1 on a GPU, or where ranks fill all cores; 2 where a thread of
-    communication finds a core of its own. `busy` is the part of the device that a wire takes while
-    it moves bytes at full speed (TCP on a CPU; 0 for RDMA).
+    communication finds a core of its own. `drain` is the part of the device that a wire takes while
+    it is in use, `pace` the speed of a wire beside computation over its speed alone: TCP needs the
+    CPU, and threads must be woken. RDMA has 0 and 1.
     """
 
     room: float = 1.0
-    busy: float = 0.0
+    drain: float = 0.0
+    pace: float = 1.0
     copy: Line = FREE  # of values: fp32 read once and written once
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.room <= 2 and 0 <= self.drain < self.room and 0 < self.pace <= 1):
+            raise ConfigError(
+                "a device has room from 1 to 2, a drain from 0 up to that, and a pace above 0 up "
+                f"to 1, not {self.room}, {self.drain} and {self.pace}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 
 from laconic.planner._cluster import CodecCost
+from laconic.planner._phases import default_exchange_name
 
 
 def mean_error(
@@ -31,7 +32,9 @@ def mean_error(
         nodes = workers // per_node
         common = (workers * kappa - 1) / (workers - 1) if workers > 1 else 1.0
         between = kappa / (common + (1 - common) / per_node)
-        return mean_error(_inner(cost.spec), cost, nodes, between) if nodes > 1 else 0.0
+        return (
+            mean_error(default_exchange_name(cost.spec), cost, nodes, between) if nodes > 1 else 0.0
+        )
     shrunk = cost.error / (workers * kappa)
     if exchange in ("scatter-reduce", "nested"):
         return (workers - 1) / workers * shrunk + cost.error_back
@@ -39,9 +42,3 @@ def mean_error(
         apart = (1 + cost.error) ** (math.log2(workers) + 1) - 1
         return cost.error + (apart - cost.error) * (1 / kappa - 1) / (workers - 1)
     return shrunk
-
-
-def _inner(spec: str) -> str:
-    from laconic.planner._phases import default_exchange_name
-
-    return default_exchange_name(spec)

@@ -13,8 +13,8 @@ and H(s) are all-reduce, swap and hop in which a rank sends s bytes. κ is not h
     sparse     norm(d), A(..), as allgather
     tree       norm(d), A(..), E(d, n), for rounds k = 0 .. ⌈log2 n⌉ - 1 with m_k chunks:
                H(m_k·b·c/8), reduce(m_k·c);  X((n-1)(b·c/8 + h)), D(d, n)
-    ring       norm(d), A(..), E(c, 1), for hops k = 1 .. 2(n-1): H(w_k·c/8), then the work on the
-               last of 4 pieces that the wire did not hide: E + reduce of c/4 while k < n, D later
+    ring       norm(d), A(..), E(c, 4), for hops k = 1 .. 2(n-1) of 4 pieces: H(w_k·c/8), then
+               E(c, 4) + reduce(c, 4) while k < n, D(c, 4) later
     hierarchi- X_in((L-1)/L·w·d), the inner exchange of d/L values among K nodes,
     cal        X_in((L-1)/L·w·d)
 
@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from laconic.errors import ConfigError
+from laconic.exchanges import pair
 from laconic.exchanges._ring import sum_bits
 from laconic.planner._cluster import Cluster, CodecCost, Device, Links
 from laconic.planner._line import Line
@@ -176,20 +178,14 @@ def _tree(load: Load, links: Links, device: Device) -> Phases:
 
 
 def _ring(load: Load, links: Links, device: Device) -> Phases:
-    """A piece of four is worked on while three travel: its work, or what exceeds the others' wire.
-
-    max(work, wire) a hop plus a piece's work: the wire first, then what it did not hide.
-    """
+    """Pieces of a chunk overlap with each other in truth; here a hop is its wire, then its work."""
     n, cost = links.ranks, load.cost
     c = load.encoded / n
     adding = cost.encode.seconds(c, _PIECES) + cost.reduce.seconds(c, _PIECES)
-    reading = cost.decode.seconds(c, _PIECES)
     found = [*_norm_or_rest(load, links), Work(cost.encode.seconds(c, _PIECES))]
     for hop in range(1, 2 * n - 1):
-        move = _move(links.hop, sum_bits(load.levels, min(hop, n)) / 8 * c)
-        work = adding if hop < n else reading
-        hidden = min(work * (_PIECES - 1) / _PIECES, move.seconds)
-        found += [move, Work(work - hidden)]
+        work = adding if hop < n else cost.decode.seconds(c, _PIECES)
+        found += [_move(links.hop, sum_bits(load.levels, min(hop, n)) / 8 * c), Work(work)]
     return found
 
 
@@ -201,25 +197,16 @@ def _hierarchical(load: Load, cluster: Cluster) -> Phases:
     lanes = inside.ranks
     d, p = load.encoded, load.plain
     local = (lanes - 1) / lanes * (load.value_bytes * d + 4 * p)
-    part = Load(
-        encoded=d / lanes,
-        plain=p / lanes,
-        cost=load.cost,
-        varies=load.varies,
-        shared_norm=load.shared_norm,
-        value_bytes=load.value_bytes,
-        levels=load.levels,
-    )
+    part = replace(load, encoded=d / lanes, plain=p / lanes)
     step = Move(inside.swap.start_s, local / inside.swap.per_s)
     add = Work(cluster.device.copy.seconds(d))  # lanes parts of 1/lanes each
     inner = _flat(default_exchange_name(load.cost.spec), part, between, cluster.device)
     return [step, add, *inner, step]
 
 
+@cache
 def default_exchange_name(spec: str) -> str:
     """As the codec's own."""
-    from laconic.exchanges import pair
-
     return pair(spec)[1].name
 
 

@@ -14,16 +14,17 @@ from laconic.planner._cluster import Device, Links
 from laconic.planner._line import fit
 from laconic.planner._probe_links import swaps
 
+_FULL = 0.97  # speeds above this count as undisturbed
+_SMALLEST, _LARGEST = 1 << 16, 1 << 24  # bytes: whatever a noisy fit says of the wire
 _SIDE = 192  # of matrices: in the cache, long enough for threads to meet
 
 
 def probe_device(clock: Clock, links: Links, patience_s: float) -> Device:
-    """Room and busy of the timeline's rules, by running works and moves side by side.
+    """Room, drain and pace of the timeline's rules, by running works and moves side by side.
 
     With one work alone at speed 1: two at once run at v₁ each, so room = 2·v₁ (1 to 2). A work
-    beside moves runs at v₂, and the moves at f of their speed alone: the wire then has
-    room - v₂ of the device (nothing, if v₂ is 1), and busy = (room - v₂)/f.
-    A GPU is taken as full with one task, and wires as moving without it.
+    beside moves runs at v₂: drain = room - v₂ (nothing, if v₂ is 1). The pace is the moves' speed
+    then, over that alone. A GPU is taken as full with one task, and wires as moving without it.
     """
     copy = _copies(clock, patience_s / 4)
     if clock.device.type == "cuda":
@@ -36,8 +37,8 @@ def probe_device(clock: Clock, links: Links, patience_s: float) -> Device:
         room = max(1.0, min(2.0, 2 * both / alone))
         beside, wire = _beside_moves(work, clock, links, patience_s / 4, pool)
     v2 = min(1.0, beside / alone)
-    share = max(0.0, room - v2) if v2 < 0.97 else 0.0
-    return Device(room=room, busy=min(room, share / max(wire, 0.05)), copy=copy)
+    drain = max(0.0, room - v2) if v2 < _FULL else 0.0
+    return Device(room=room, drain=min(drain, 0.95), pace=max(0.05, min(1.0, wire)), copy=copy)
 
 
 def _matmuls(x: torch.Tensor) -> Callable[[], object]:
@@ -81,7 +82,7 @@ def _beside_moves(
     pool: ThreadPoolExecutor,
 ) -> tuple[float, float]:
     """Works a second while the wire is in use, and the wire's speed over its speed alone."""
-    sent = max(1 << 16, round(links.swap.per_s * patience_s / 8))
+    sent = min(_LARGEST, max(_SMALLEST, round(links.swap.per_s * patience_s / 8)))
     move = swaps(sent, clock.group, clock.device)
     alone = clock.seconds(move, patience_s / 2)
     count = max(2, round(patience_s / alone))

@@ -6,7 +6,6 @@ its real buckets are measured, too.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import ConfigError
 from laconic.exchanges._policy import Chooser, Policy
-from laconic.planner._clock import Clock
+from laconic.planner._clock import Clock, usual
 from laconic.planner._cluster import Bucket, Workload
 from laconic.planner._probe_codecs import Sample
 
@@ -98,11 +97,11 @@ def probe_model(
     worth = [[bool(chosen(names[id(p)], p)) for p in bucket] for bucket in seen.buckets]
     sample = _sample(seen, worth, clock.group)
     forward, backward, rest = (
-        clock.mean(statistics.median(step.spans[i] for step in steps)) for i in range(3)
+        clock.mean(usual([step.spans[i] for step in steps])) for i in range(3)
     )
     buckets = []
     for number, (bucket, encoded) in enumerate(zip(seen.buckets, worth, strict=True)):
-        ready = clock.mean(statistics.median(step.ready[number] for step in steps))
+        ready = clock.mean(usual([step.ready[number] for step in steps]))
         sizes = [p.numel() for p in bucket]
         kept = sum(size for size, yes in zip(sizes, encoded, strict=True) if yes)
         buckets.append(Bucket(encoded=kept, plain=sum(sizes) - kept, ready_s=min(ready, backward)))
@@ -178,7 +177,7 @@ def _sample(seen: _Seen, worth: list[list[bool]], group: dist.ProcessGroup) -> S
     if not parts:
         raise ConfigError("this model has no tensor that is worth encoding: plain DDP is best")
     own = torch.cat(parts)
-    mean = own.float()
+    mean = own.float().clone()  # float() of fp32 is the same tensor
     dist.all_reduce(mean, group=group)
     mean /= group.size()
     power = torch.stack([own.float().square().sum(), mean.square().sum()])

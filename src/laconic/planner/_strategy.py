@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+from laconic.codecs import codec
 from laconic.errors import ConfigError
 from laconic.exchanges import pair
 from laconic.planner._cluster import Bucket, Cluster, CodecCost, Workload
+from laconic.planner._levels import with_levels
 from laconic.planner._line import FREE
 from laconic.planner._mean_error import mean_error
 from laconic.planner._phases import Load, Phases, gather, phases, scatter
@@ -43,8 +46,8 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"schedules are {', '.join(SCHEDULES)}, not {self.schedule!r}")
-        codec, way = pair(self.codec, self.exchange or None)
-        object.__setattr__(self, "codec", str(codec) if codec.name != "none" else "none")
+        own, way = pair(self.codec, self.exchange or None)
+        object.__setattr__(self, "codec", str(own) if own.name != "none" else "none")
         object.__setattr__(self, "exchange", way.name)
 
     @property
@@ -103,14 +106,32 @@ def predict(strategy: Strategy, cluster: Cluster, workload: Workload) -> Predict
 
 
 def cost_of(strategy: Strategy, cluster: Cluster) -> CodecCost:
-    """The codec's figures; ConfigError if the cluster has none."""
+    """The codec's figures as this strategy has them; ConfigError if there are none.
+
+    A cluster's are for two encodings that share an error budget, and for the levels that are left
+    to one of n workers. allgather, ssd and async encode once and spend all of the budget. Of
+    `global`, those workers share levels whose integers are added: the K nodes of hierarchical, and
+    only one on a ring, whose sums widen.
+    """
     if strategy.codec == "none":
         return PLAIN
-    for cost in cluster.codecs:
-        if cost.spec == strategy.codec:
-            return cost
-    known = ", ".join(cost.spec for cost in cluster.codecs)
-    raise ConfigError(f"{strategy.codec} was not measured here; there are {known}")
+    cost = next((cost for cost in cluster.codecs if cost.spec == strategy.codec), None)
+    if cost is None:
+        known = ", ".join(cost.spec for cost in cluster.codecs)
+        raise ConfigError(f"{strategy.codec} was not measured here; there are {known}")
+    adding = {"hierarchical": cluster.nodes, "ring": 1}.get(strategy.exchange, cluster.workers)
+    found = with_levels(cost, cluster.workers, adding)
+    budget = _codec(strategy.codec).budget
+    if budget is not None and (
+        strategy.exchange == "allgather" or strategy.schedule in ("ssd", "async")
+    ):
+        return replace(found, bits_out=cost.bits_once, bits_back=cost.bits_once, error=budget)
+    return found
+
+
+@cache
+def _codec(spec: str) -> Any:
+    return codec(spec)
 
 
 def step_seconds(strategy: Strategy, cluster: Cluster, workload: Workload) -> float:
@@ -129,7 +150,7 @@ def step_seconds(strategy: Strategy, cluster: Cluster, workload: Workload) -> fl
     programs = {"every-step": _every_step, "ssd": _ssd, "local": _local}
     lanes = cluster.lanes if strategy.schedule == "every-step" else 1
     device = cluster.device
-    timeline = Timeline(lanes=lanes, room=device.room, busy=device.busy)
+    timeline = Timeline(lanes=lanes, room=device.room, drain=device.drain, pace=device.pace)
     marks = timeline.run(programs[strategy.schedule](strategy, cluster, workload))
     return (marks[-1] - marks[0]) / (len(marks) - 1)
 
@@ -168,8 +189,6 @@ def _ssd(strategy: Strategy, cluster: Cluster, workload: Workload) -> Iterator[S
 
 def _push_pull(strategy: Strategy, cluster: Cluster, workload: Workload) -> tuple[Phases, Phases]:
     load = _load(strategy, workload.values, 0, cluster, workload)
-    cost = replace(load.cost, bits_out=load.cost.bits_once, bits_back=load.cost.bits_once)
-    load = replace(load, cost=cost)
     step = Work(cluster.device.copy.seconds(4 * workload.values / cluster.workers))
     push = [*scatter(load, cluster.flat, cluster.device), step]
     return push, gather(load, cluster.flat)
@@ -194,7 +213,7 @@ def _async_seconds(strategy: Strategy, cluster: Cluster, workload: Workload) -> 
     n, hop = cluster.workers - strategy.servers, cluster.flat.hop
     if n < 1:
         raise ConfigError("the asynchronous schedule needs workers beside its servers")
-    out, back = cost.bits_once / 8 * d, 4.0 * d
+    out, back = cost.bits_out / 8 * d, 4.0 * d
     worker = (
         workload.compute_s
         + cost.encode.seconds(d)
@@ -221,22 +240,22 @@ def _bucket_phases(
 def _load(
     strategy: Strategy, encoded: float, plain: float, cluster: Cluster, workload: Workload
 ) -> Load:
-    codec: Any = pair(strategy.codec)[0]
+    own = _codec(strategy.codec)
     return Load(
         encoded=encoded,
         plain=plain,
         cost=cost_of(strategy, cluster),
-        varies=codec.varies,
-        shared_norm=hasattr(codec, "local_norm"),
+        varies=own.varies,
+        shared_norm=hasattr(own, "local_norm"),
         value_bytes=workload.value_bytes,
-        levels=codec.levels_for(1) if strategy.exchange == "ring" else 0,
+        levels=own.levels_for(1) if strategy.exchange == "ring" else 0,
     )
 
 
 def _sent(strategy: Strategy, cluster: Cluster, workload: Workload) -> float:
     """Bytes that a rank sends to ranks elsewhere, a step."""
     if strategy.schedule == "async":
-        return cost_of(strategy, cluster).bits_once / 8 * workload.values
+        return cost_of(strategy, cluster).bits_out / 8 * workload.values
     if strategy.schedule == "ssd":
         push, pull = _push_pull(strategy, cluster, workload)
         return _bytes(push) + _bytes(pull) / strategy.period

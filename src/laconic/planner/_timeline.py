@@ -3,13 +3,13 @@
 A rank is a few threads. Each does one thing after another: `Work` on the device, `Move` over the
 wire, `Submit` a job to a lane, `Wait` for a job. Ranks are alike, so one stands for all.
 
-At any moment k works are under way and m moves have passed their latency. The device has room for
-r works at full speed, and a wire at full speed takes the part b of it. Schedulers are fair: a wire
-gets what it needs up to one thread's share, works share what is left.
+At any moment k works and m moves are under way. The device has room for r works at full speed; a
+wire in use takes the part d of one, its drain, and beside works it has only the pace p of its speed
+alone (TCP needs the CPU, threads must be woken). Where a wire needs no device, d = 0 and
+p = 1.
 
-    share = min(b, r/(k + 1)) if m > 0 else 0         of the device, for the wire
-    speed of a work = min(1, (r - share)/k)
-    speed of a move = (share/b if b > 0 else 1)/m
+    speed of a work = min(1, (r - d·[m > 0])/k)
+    speed of a move = (p if k > 0 else 1)/m,   of its latency the same without m
 
 A simulation goes from event to event; it is exact for these rules, and linear in the events.
 """
@@ -81,7 +81,8 @@ class Timeline:
 
     lanes: int
     room: float = 1.0
-    busy: float = 0.0
+    drain: float = 0.0
+    pace: float = 1.0
     now: float = 0.0
     marks: list[float] = field(default_factory=list)
 
@@ -144,25 +145,25 @@ class Timeline:
         active = [one for one in self._tasks if one.stage is not None and _unfinished(one)]
         if not active:
             raise RuntimeError("a program waits for a job that nobody has")
-        works = [one for one in active if isinstance(one.stage, Work)]
-        moves = [one for one in active if isinstance(one.stage, Move) and one.latency <= _NOW]
-        share = min(self.busy, self.room / (len(works) + 1)) if moves else 0.0
-        work_speed = min(1.0, (self.room - share) / len(works)) if works else 1.0
-        wire = share / self.busy if self.busy > 0 else 1.0
-        move_speed = wire / len(moves) if moves else 1.0
-        spans = []
+        works = sum(isinstance(one.stage, Work) for one in active)
+        moves = sum(isinstance(one.stage, Move) and one.latency <= _NOW for one in active)
+        room = self.room - (self.drain if moves else 0.0)
+        work_speed = min(1.0, room / works) if works else 1.0
+        pace = self.pace if works else 1.0
+        speeds = []
         for one in active:
-            if one.latency > _NOW:
-                spans.append(one.latency)
+            if isinstance(one.stage, Work):
+                speeds.append(work_speed)
             else:
-                spans.append(one.left / (work_speed if isinstance(one.stage, Work) else move_speed))
-        span = min(spans)
+                speeds.append(pace if one.latency > _NOW else pace / moves)
+        rests = [one.latency if one.latency > _NOW else one.left for one in active]
+        span = min(rest / speed for rest, speed in zip(rests, speeds, strict=True))
         self.now += span
-        for one in active:
+        for one, speed in zip(active, speeds, strict=True):
             if one.latency > _NOW:
-                one.latency -= span
+                one.latency -= span * speed
             else:
-                one.left -= span * (work_speed if isinstance(one.stage, Work) else move_speed)
+                one.left -= span * speed
 
 
 def _begin(thread: _Thread, stage: Stage) -> None:

@@ -1,46 +1,28 @@
-"""The command line: `laconic`, or `python -m laconic`."""
+"""laconic lab: run a command on hosts with shaped links."""
 
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from laconic._version import __version__
+from laconic.cli._common import leave
 from laconic.errors import LaconicError
 from laconic.lab import Counters, Lab, Network, RankError, missing
 from laconic.lab._rates import parse_rates
 from laconic.lab._rootless import can_enter, enter
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    help="Data-parallel PyTorch training over thin wires.",
-    pretty_exceptions_enable=False,
-)
 lab = typer.Typer(no_args_is_help=True, help="Several hosts with shaped links, on this machine.")
-app.add_typer(lab, name="lab")
 
 _WORDS = {"allow_extra_args": True, "ignore_unknown_options": True}
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 _A_DAY_S = 86400.0
-
-
-@app.callback(invoke_without_command=True)
-def version(
-    show: Annotated[bool, typer.Option("--version", help="Say which, and stop.")] = False,
-) -> None:
-    """Data-parallel PyTorch training over thin wires."""
-    if show:
-        print(__version__)
-        raise typer.Exit
 
 
 @lab.command("check")
@@ -79,7 +61,7 @@ def lab_run(
     """
     command = context.args[1:] if context.args[:1] == ["--"] else context.args
     if not command:
-        _leave("give a command behind --: laconic lab run -- python train.py", 2)
+        leave("give a command behind --: laconic lab run -- python train.py", 2)
     if missing() and can_enter():
         enter()
     start, grown = time.monotonic(), []
@@ -91,11 +73,11 @@ def lab_run(
             _run(net, command, ranks_per_host, timeout_s)
             grown = [a - b for a, b in zip(net.counters(), before, strict=True)]
     except RankError as error:
-        _leave(str(error).split(";")[0], error.status if error.status > 0 else 128 - error.status)
+        leave(str(error).split(";")[0], error.status if error.status > 0 else 128 - error.status)
     except KeyboardInterrupt:
-        _leave("interrupted; everything was ended", 130)
+        leave("interrupted; everything was ended", 130)
     except (LaconicError, OSError) as error:
-        _leave(str(error), 1)
+        leave(str(error), 1)
     _report(grown, time.monotonic() - start, as_json)
 
 
@@ -123,13 +105,3 @@ def _report(grown: list[Counters], seconds: float, as_json: bool) -> None:
     for host, one in enumerate(grown):
         table.add_row(str(host), f"{one.sent_bytes / 1e6:.2f}", f"{one.received_bytes / 1e6:.2f}")
     Console(stderr=True).print(table)
-
-
-def _leave(sentence: str, status: int) -> NoReturn:
-    print(f"laconic: {sentence}", file=sys.stderr)
-    raise typer.Exit(status)
-
-
-def main() -> None:
-    """The entry point."""
-    app()
