@@ -3,6 +3,7 @@
     {"prepare": "qsgd:bits=4"}  make the model anew, and take the steps that are not measured
     {"steps": 40}               measure so many
     {"reach": 0.88, ...}        train from scratch until so many test pictures are right
+    {"report": true}            what "auto" has chosen, and why
 
 Data: Fashion-MNIST, as Debian's package dataset-fashion-mnist has it.
 """
@@ -160,6 +161,9 @@ class Worker:
             self.network = network()
             self.prepare(job["strategy"], RACE_RATE)
             return self.reach(job["reach"], job["every"], job["most"], job["seconds"])
+        if "report" in job:
+            report = self.handle.report()
+            return {"choice": self.handle.choice, "step": report.step, "line": str(report)}
         return self.measure(job["steps"])
 
 

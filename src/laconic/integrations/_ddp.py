@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -32,12 +32,8 @@ def comm_hook(state: HookState, bucket: Any) -> Future[Tensor]:
     plan, step = state.plan(bucket.parameters()), state.step
     if bucket.is_last():
         state.step += 1
-    cuda = buffer.device.type == "cuda"
-    done: Future[Tensor] = Future(devices=[buffer.device]) if cuda else Future()
-    ready = torch.cuda.current_stream(buffer.device).record_event() if cuda else None
     lane = state.lanes[bucket.index() % len(state.lanes)]
-    lane.thread.submit(_job, state, lane, buffer, plan, step, ready, done)
-    return done
+    return start(lane, buffer, partial(_exchange, state, lane, buffer, plan, step))
 
 
 # DDP compares these with the objects themselves, which postponed annotations are not
@@ -63,24 +59,28 @@ def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future
     return done
 
 
-def _job(
-    state: HookState,
-    lane: Lane,
-    buffer: Tensor,
-    plan: Plan,
-    step: int,
-    ready: Any,
-    done: Future[Tensor],
-) -> None:
-    """Runs in a lane's thread; on CUDA, on a stream of its own."""
+def start(lane: Lane, buffer: Tensor, work: Callable[[], None]) -> Future[Tensor]:
+    """`work` in the lane's thread, after all that it has; the future gets `buffer`, or its error.
+
+    On CUDA work runs on a stream of its own, behind what is on the caller's now.
+    """
+    cuda = buffer.device.type == "cuda"
+    done: Future[Tensor] = Future(devices=[buffer.device]) if cuda else Future()
+    ready = torch.cuda.current_stream(buffer.device).record_event() if cuda else None
+    lane.thread.submit(_job, buffer, work, ready, done)
+    return done
+
+
+def _job(buffer: Tensor, work: Callable[[], None], ready: Any, done: Future[Tensor]) -> None:
+    """Runs in a lane's thread."""
     try:
         if ready is None:
-            _exchange(state, lane, buffer, plan, step)
+            work()
             done.set_result(buffer)
             return
         with torch.cuda.stream(_side_stream(buffer.device)):
             ready.wait()
-            _exchange(state, lane, buffer, plan, step)
+            work()
             done.set_result(buffer)
     except Exception as error:
         done.set_exception(error)  # pyright: ignore[reportArgumentType]
@@ -109,7 +109,7 @@ def _carry(
     call = _call(state, lane, step, load, tensor)
     for piece in load.fillers:  # `rest` has their values
         _part(buffer, piece).zero_()
-    with _gathered(buffer, load.pieces, state.scratch) as x:
+    with gathered(buffer, load.pieces, state.scratch) as x:
         looking = nullcontext()
         if budget is not None and lane.group.size() > 1:
             looking = state.kappa.measuring(x, tensor, step, budget)
@@ -135,7 +135,7 @@ def _call(
 
 
 @contextmanager
-def _gathered(buffer: Tensor, pieces: Sequence[Piece], space: Scratch) -> Iterator[Tensor]:
+def gathered(buffer: Tensor, pieces: Sequence[Piece], space: Scratch) -> Iterator[Tensor]:
     """The pieces as one tensor, put back afterwards; the buffer itself if they lie together."""
     total = sum(piece.numel for piece in pieces)
     start, end = pieces[0].start, pieces[-1].start + pieces[-1].numel

@@ -17,7 +17,8 @@ from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._agree import agree
-from laconic.exchanges._lane import lanes
+from laconic.exchanges._lane import Lane
+from laconic.exchanges._lane import lanes as make_lanes
 from laconic.exchanges._nested import nesting
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.integrations._choices import Choices, check_warmup, line
@@ -71,7 +72,8 @@ class HookState:
 
     Make it on all ranks of the group at once: they compare settings, and end together if those
     differ. For Lightning and Accelerate, which register hooks themselves:
-    `HookState(model, "ecdq:error=0.08")` and `lc.comm_hook`.
+    `HookState(model, "ecdq:error=0.08")` and `lc.comm_hook`. States of one model that take turns
+    may share `lanes`, threads and process groups.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class HookState:
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
         timeout_s: float = 300.0,
+        lanes: tuple[Lane, ...] | None = None,
     ) -> None:
         self._pairs = Choices(spec, exchange)
         self.codec, self.exchange = self._pairs[""]
@@ -100,7 +103,7 @@ class HookState:
         self.turns: dict[int, int] = {}  # of parameters that come one by one
         layout = self._choose(module, policy or Policy())
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        self.lanes = lanes(group, device, timeout_s)
+        self.lanes = lanes or make_lanes(group, device, timeout_s)
         settings = {
             "laconic": __version__,
             "codec": str(self.codec),
