@@ -72,6 +72,10 @@ class Clock:
 
     def _once(self, action: Callable[[], object]) -> float:
         self._meet()
+        return self.timed(action)
+
+    def timed(self, action: Callable[[], object]) -> float:
+        """This rank's seconds of it, once."""
         start = time.perf_counter()
         action()
         self.finish()

@@ -75,12 +75,14 @@ class Device:
     it can run at full speed at once: 1 on a GPU, or where ranks fill all cores; 2 where a thread of
     communication finds a core of its own. `drain` is the part of the device that a wire takes while
     it is in use, `pace` the speed of a wire beside computation over its speed alone: TCP needs the
-    CPU, and threads must be woken. RDMA has 0 and 1.
+    CPU, and threads must be woken. RDMA has 0 and 1. `starts_work`: beginning to send is work of
+    the device, not a latency that passes by itself.
     """
 
     room: float = 1.0
     drain: float = 0.0
     pace: float = 1.0
+    starts_work: bool = False
     copy: Line = FREE  # of values: fp32 read once and written once
 
     def __post_init__(self) -> None:
@@ -153,6 +155,7 @@ class Workload:
     buckets: tuple[Bucket, ...]
     value_bytes: int = 4  # of a gradient's value: 4 in fp32, 2 in bf16 and fp16
     kappa: float | None = None  # ‖mean‖²/average ‖gradient‖²; None: 1/n, the worst
+    skew_s: float = 0.0  # that the slowest rank is behind the mean when they meet, a step
 
     @property
     def compute_s(self) -> float:

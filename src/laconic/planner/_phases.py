@@ -33,12 +33,12 @@ from laconic.exchanges import pair
 from laconic.exchanges._ring import sum_bits
 from laconic.planner._cluster import Cluster, CodecCost, Device, Links
 from laconic.planner._line import Line
-from laconic.planner._timeline import Move, Work
+from laconic.planner._timeline import Move, Task, Work
 
 _HEADER = 64
 _PIECES = 4  # of a ring's chunk
 
-Phases = list[Work | Move]
+Phases = list[Task]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,13 @@ def probe_device(clock: Clock, links: Links, patience_s: float) -> Device:
         beside, wire = _beside_moves(work, clock, links, patience_s / 4, pool)
     v2 = min(1.0, beside / alone)
     drain = max(0.0, room - v2) if v2 < _FULL else 0.0
-    return Device(room=room, drain=min(drain, 0.95), pace=max(0.05, min(1.0, wire)), copy=copy)
+    return Device(
+        room=room,
+        drain=min(drain, 0.95),
+        pace=max(0.05, min(1.0, wire)),
+        starts_work=True,
+        copy=copy,
+    )
 
 
 def _matmuls(x: torch.Tensor) -> Callable[[], object]:

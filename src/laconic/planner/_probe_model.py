@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -90,6 +90,7 @@ def probe_model(
     count = round(patience_s / max(1e-6, clock.mean(sum(steps[-1].spans))))
     count = max(_FEWEST, min(_MOST, count))
     steps = [_step(replicas, setup.loss, optimizer, seen, clock) for _ in range(count)]
+    skew = _skew(lambda: _step(replicas, setup.loss, optimizer, seen, clock), clock, steps)
     seen.keep = True
     _step(replicas, setup.loss, optimizer, seen, clock)
     chosen = policy or Policy()
@@ -113,6 +114,7 @@ def probe_model(
             buckets=tuple(buckets),
             value_bytes=seen.buckets[0][0].element_size(),
             kappa=sample.kappa,
+            skew_s=skew,
         ),
         sample,
     )
@@ -122,6 +124,23 @@ def probe_model(
 class _Step:
     spans: tuple[float, float, float]  # forward, backward, rest
     ready: tuple[float, ...]
+
+
+def _skew(step: Callable[[], _Step], clock: Clock, alone: Sequence[_Step]) -> float:
+    """How much longer a step takes when ranks meet after it, without what meeting itself takes.
+
+    Ranks do not take equally long, and where they share cores, they share them unevenly: whoever
+    needs all others waits for the last.
+    """
+
+    def meet() -> float:
+        return clock.mean(0.0)
+
+    count = len(alone)
+    free = clock.mean(usual([sum(one.spans) for one in alone]))
+    meeting = clock.mean(usual([clock.timed(meet) for _ in range(count)]))
+    both = clock.mean(usual([clock.timed(lambda: (step(), meet())) for _ in range(count)]))
+    return max(0.0, both - free - meeting)
 
 
 def _step(

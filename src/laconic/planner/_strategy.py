@@ -15,7 +15,7 @@ from laconic.planner._levels import with_levels
 from laconic.planner._line import FREE
 from laconic.planner._mean_error import mean_error
 from laconic.planner._phases import Load, Phases, gather, phases, scatter
-from laconic.planner._timeline import Mark, Move, Stage, Submit, Timeline, Wait, Work
+from laconic.planner._timeline import Mark, Move, Pause, Stage, Submit, Timeline, Wait, Work
 
 PLAIN = CodecCost(
     spec="none",
@@ -150,7 +150,13 @@ def step_seconds(strategy: Strategy, cluster: Cluster, workload: Workload) -> fl
     programs = {"every-step": _every_step, "ssd": _ssd, "local": _local}
     lanes = cluster.lanes if strategy.schedule == "every-step" else 1
     device = cluster.device
-    timeline = Timeline(lanes=lanes, room=device.room, drain=device.drain, pace=device.pace)
+    timeline = Timeline(
+        lanes=lanes,
+        room=device.room,
+        drain=device.drain,
+        pace=device.pace,
+        starts_work=device.starts_work,
+    )
     marks = timeline.run(programs[strategy.schedule](strategy, cluster, workload))
     return (marks[-1] - marks[0]) / (len(marks) - 1)
 
@@ -163,7 +169,8 @@ def _every_step(strategy: Strategy, cluster: Cluster, workload: Workload) -> Ite
         yield Work(max(0.0, bucket.ready_s - at))
         at = max(at, bucket.ready_s)
         stages = _bucket_phases(strategy, bucket, cluster, workload)
-        yield Submit(number % cluster.lanes, number, tuple(stages))
+        meet = [_meeting(workload)] if number < cluster.lanes else []
+        yield Submit(number % cluster.lanes, number, (*meet, *stages))
     yield Work(max(0.0, workload.backward_s - at))
     for number in range(len(workload.buckets)):
         yield Wait(number)
@@ -187,10 +194,15 @@ def _ssd(strategy: Strategy, cluster: Cluster, workload: Workload) -> Iterator[S
         yield Submit(0, t, tuple([*push, *pull] if pulls else push))
 
 
+def _meeting(workload: Workload) -> Pause:
+    """Until the slowest rank is there, too."""
+    return Pause(workload.skew_s)
+
+
 def _push_pull(strategy: Strategy, cluster: Cluster, workload: Workload) -> tuple[Phases, Phases]:
     load = _load(strategy, workload.values, 0, cluster, workload)
     step = Work(cluster.device.copy.seconds(4 * workload.values / cluster.workers))
-    push = [*scatter(load, cluster.flat, cluster.device), step]
+    push: Phases = [_meeting(workload), *scatter(load, cluster.flat, cluster.device), step]
     return push, gather(load, cluster.flat)
 
 

@@ -9,7 +9,10 @@ alone (TCP needs the CPU, threads must be woken). Where a wire needs no device, 
 p = 1.
 
     speed of a work = min(1, (r - d·[m > 0])/k)
-    speed of a move = (p if k > 0 else 1)/m,   of its latency the same without m
+    speed of a move = (p if k > 0 else 1)/m
+
+A move's start is a latency, which passes by itself; over TCP it is a work (`starts_work`): system
+calls, and threads that must find a core.
 
 A simulation goes from event to event; it is exact for these rules, and linear in the events.
 """
@@ -43,12 +46,19 @@ class Move:
 
 
 @dataclass(frozen=True)
+class Pause:
+    """Time that passes whatever else happens: other ranks are awaited."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Submit:
     """A job for a lane, which takes jobs in order; `name` is for those who wait."""
 
     lane: int
     name: int
-    stages: tuple[Work | Move, ...]
+    stages: tuple[Task, ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,8 @@ class Mark:
     """Remember the time."""
 
 
-Stage = Work | Move | Submit | Wait | Mark
+Task = Work | Move | Pause
+Stage = Task | Submit | Wait | Mark
 
 
 @dataclass
@@ -83,15 +94,14 @@ class Timeline:
     room: float = 1.0
     drain: float = 0.0
     pace: float = 1.0
+    starts_work: bool = False
     now: float = 0.0
     marks: list[float] = field(default_factory=list)
 
     def run(self, program: Iterable[Stage]) -> list[float]:
         """The times of all marks, when the program has ended."""
         self._program = iter(program)
-        self._queues: list[deque[tuple[int, deque[Work | Move]]]] = [
-            deque() for _ in range(self.lanes)
-        ]
+        self._queues: list[deque[tuple[int, deque[Task]]]] = [deque() for _ in range(self.lanes)]
         self._done: set[int] = set()
         self._tasks = [_Thread() for _ in range(1 + self.lanes)]
         self._ended = False
@@ -128,7 +138,7 @@ class Timeline:
         _begin(main, stage)
         return True
 
-    def _advance_lane(self, thread: _Thread, queue: deque[tuple[int, deque[Work | Move]]]) -> bool:
+    def _advance_lane(self, thread: _Thread, queue: deque[tuple[int, deque[Task]]]) -> bool:
         if not queue or (thread.stage is not None and _unfinished(thread)):
             return False
         name, stages = queue[0]
@@ -145,17 +155,18 @@ class Timeline:
         active = [one for one in self._tasks if one.stage is not None and _unfinished(one)]
         if not active:
             raise RuntimeError("a program waits for a job that nobody has")
-        works = sum(isinstance(one.stage, Work) for one in active)
+        works = sum(self._works(one) for one in active)
         moves = sum(isinstance(one.stage, Move) and one.latency <= _NOW for one in active)
         room = self.room - (self.drain if moves else 0.0)
         work_speed = min(1.0, room / works) if works else 1.0
-        pace = self.pace if works else 1.0
+        move_speed = (self.pace if works else 1.0) / max(1, moves)
         speeds = []
         for one in active:
-            if isinstance(one.stage, Work):
+            if self._works(one):
                 speeds.append(work_speed)
             else:
-                speeds.append(pace if one.latency > _NOW else pace / moves)
+                moving = isinstance(one.stage, Move) and one.latency <= _NOW
+                speeds.append(move_speed if moving else 1.0)
         rests = [one.latency if one.latency > _NOW else one.left for one in active]
         span = min(rest / speed for rest, speed in zip(rests, speeds, strict=True))
         self.now += span
@@ -165,11 +176,15 @@ class Timeline:
             else:
                 one.left -= span * speed
 
+    def _works(self, one: _Thread) -> bool:
+        starting = self.starts_work and one.latency > _NOW
+        return isinstance(one.stage, Work) or starting
+
 
 def _begin(thread: _Thread, stage: Stage) -> None:
     thread.stage = stage
     thread.latency = stage.start_s if isinstance(stage, Move) else 0.0
-    thread.left = stage.seconds if isinstance(stage, Work | Move) else 0.0
+    thread.left = stage.seconds if isinstance(stage, Task) else 0.0
 
 
 def _unfinished(thread: _Thread) -> bool:
