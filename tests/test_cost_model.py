@@ -33,15 +33,20 @@ from laconic.planner import (
 from laconic.planner._line import FREE
 from laconic.planner._mean_error import mean_error
 from laconic.planner._phases import Load, paper_tree, phases
-from laconic.planner._timeline import Mark, Move, Stage, Submit, Timeline, Wait, Work
+from laconic.planner._timeline import Mark, Move, Pause, Stage, Submit, Timeline, Wait, Work
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
 def times(
-    program: list[Stage], lanes: int = 2, room: float = 1.0, drain: float = 0.0, pace: float = 1.0
+    program: list[Stage],
+    lanes: int = 2,
+    room: float = 1.0,
+    drain: float = 0.0,
+    pace: float = 1.0,
+    start_pace: float = 1.0,
 ) -> float:
-    timeline = Timeline(lanes=lanes, room=room, drain=drain, pace=pace)
+    timeline = Timeline(lanes=lanes, room=room, drain=drain, pace=pace, start_pace=start_pace)
     timeline.run(program)
     return timeline.now
 
@@ -118,12 +123,16 @@ class TestTimeline:
         assert times(list(program), room=2.0) == pytest.approx(2)
         assert times(list(program), room=1.5) == pytest.approx(4 / 1.5)
 
-    def test_two_lanes_share_the_wire_but_not_latency(self) -> None:
-        """1 s of latency each at once, then 2 + 2 s of one wire."""
+    def test_two_lanes_share_the_wire(self) -> None:
+        """Starts of 1 s at once take 2, then 2 + 2 s of one wire; as long as one lane would."""
         jobs: list[Stage] = [Submit(i, i, (Move(1.0, 2.0),)) for i in (0, 1)]
-        assert times([*jobs, Wait(0), Wait(1)]) == pytest.approx(5)
+        assert times([*jobs, Wait(0), Wait(1)]) == pytest.approx(6)
         one_lane: list[Stage] = [Submit(0, i, (Move(1.0, 2.0),)) for i in (0, 1)]
         assert times([*one_lane, Wait(0), Wait(1)], lanes=1) == pytest.approx(6)
+
+    def test_one_lane_starts_while_the_other_moves(self) -> None:
+        jobs: list[Stage] = [Submit(0, 0, (Move(0.0, 2.0),)), Submit(1, 1, (Move(1.0, 2.0),))]
+        assert times([*jobs, Wait(0), Wait(1)]) == pytest.approx(4)  # 1 alone, then 1 + 2 shared
 
     def test_a_wire_that_takes_half_a_device(self) -> None:
         """A move of 2 s with drain 0.5 beside a work of 4 s: after 2 s the work has 3 s left."""
@@ -132,9 +141,14 @@ class TestTimeline:
         assert times(list(program), drain=0.5, room=2.0) == pytest.approx(4)
 
     def test_a_wire_is_slower_beside_work(self) -> None:
-        """1 s of latency and 3 of bytes at pace 0.5 beside 4 s of work, then 2 s alone."""
-        program: list[Stage] = [Submit(0, 0, (Move(1.0, 3.0),)), Work(4.0), Wait(0)]
-        assert times(list(program), pace=0.5) == pytest.approx(6)
+        """3 s of bytes at pace 0.5 beside 4 s of work, then 1 s alone; a start likewise."""
+        for move, pace, start_pace in ((Move(0.0, 3.0), 0.5, 1.0), (Move(3.0, 0.0), 1.0, 0.5)):
+            program: list[Stage] = [Submit(0, 0, (move,)), Work(4.0), Wait(0)]
+            assert times(program, pace=pace, start_pace=start_pace) == pytest.approx(5)
+
+    def test_waiting_for_others_takes_its_time_whatever_happens(self) -> None:
+        pauses: list[Stage] = [Submit(i, i, (Pause(2.0),)) for i in (0, 1)]
+        assert times([*pauses, Work(1.5), Wait(0), Wait(1)], pace=0.1) == pytest.approx(2)
 
     def test_jobs_of_a_lane_come_in_order(self) -> None:
         program = [Submit(0, i, (Work(1.0),)) for i in range(3)]
@@ -186,9 +200,10 @@ class TestSteps:
         place = cluster(2, own, flat=links(2, per_s=per_s))
         half = 0.75e6 + 64
         push = pull = half / per_s
-        compute = WORK.compute_s
+        work = replace(WORK, rest_s=0.0)  # the owners' step would share the device
+        compute = work.compute_s
         formula = ((k - 1) * max(compute, push) + max(compute, push + pull)) / k
-        found = step_seconds(one, place, WORK)
+        found = step_seconds(one, place, work)
         assert found <= formula * (1 + 1e-9)
         assert found >= max(compute, push + pull / k) * (1 - 1e-9)
         if push + pull <= compute or push >= compute:

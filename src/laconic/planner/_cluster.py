@@ -64,7 +64,9 @@ class CodecCost:
     encode: Line
     decode: Line
     norm: Line = FREE  # of codecs with one scale for all workers
-    reduce: Line = FREE  # adding two wires: global-exp on a tree, sums of a ring
+    # adding two wires (global-exp on a tree, sums of a ring); in an all-reduce, what adding takes
+    # longer than that of as many bytes of fp32
+    reduce: Line = FREE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,22 +76,24 @@ class Device:
     A device (a rank's share of the CPU, or a GPU) runs one task at full speed. `room` is how many
     it can run at full speed at once: 1 on a GPU, or where ranks fill all cores; 2 where a thread of
     communication finds a core of its own. `drain` is the part of the device that a wire takes while
-    it is in use, `pace` the speed of a wire beside computation over its speed alone: TCP needs the
-    CPU, and threads must be woken. RDMA has 0 and 1. `starts_work`: beginning to send is work of
-    the device, not a latency that passes by itself.
+    it is in use, `pace` the speed of a wire beside computation over its speed alone, `start_pace`
+    the same of starts: TCP needs the CPU, and threads must be woken. RDMA has 0, 1 and 1.
     """
 
     room: float = 1.0
     drain: float = 0.0
     pace: float = 1.0
-    starts_work: bool = False
+    start_pace: float = 1.0
     copy: Line = FREE  # of values: fp32 read once and written once
 
     def __post_init__(self) -> None:
-        if not (1 <= self.room <= 2 and 0 <= self.drain < self.room and 0 < self.pace <= 1):
+        paces = min(self.pace, self.start_pace), max(self.pace, self.start_pace)
+        if not (
+            1 <= self.room <= 2 and 0 <= self.drain < self.room and 0 < paces[0] <= paces[1] <= 1
+        ):
             raise ConfigError(
-                "a device has room from 1 to 2, a drain from 0 up to that, and a pace above 0 up "
-                f"to 1, not {self.room}, {self.drain} and {self.pace}"
+                "a device has room from 1 to 2, a drain from 0 up to that, and paces above 0 up "
+                f"to 1, not {self.room}, {self.drain}, {self.pace} and {self.start_pace}"
             )
 
 

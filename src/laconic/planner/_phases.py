@@ -5,7 +5,7 @@ and back, h = 64 bytes a header. E(v, k), D(v, k) encode and decode v values in 
 and H(s) are all-reduce, swap and hop in which a rank sends s bytes. κ is not here: it changes b.
 
     none       A(2(n-1)/n·w·d), w bytes a value
-    allreduce  [norm(d), A(2(n-1)/n·4(n+p)),] E(d, 1), A(2(n-1)/n·b·d/8), D(d, 1)
+    allreduce  [norm(d), A(2(n-1)/n·4(n+p)),] E(d, 1), A(2(n-1)/n·b·d/8), reduce(d), D(d, 1)
     scatter-   E((n-1)c, n-1), [X(8(n-1)),] X((n-1)(b·c/8 + h) + 4p·(n-1)/n), D((n-1)c, n-1),
     reduce     E(c, 1), [X(8(n-1)),] X((n-1)(b'·c/8 + h) + 4p·(n-1)/n), D(d, n)
     nested     as scatter-reduce
@@ -92,7 +92,7 @@ def _allreduce(load: Load, links: Links, device: Device) -> Phases:
         *_norm_or_rest(load, links),
         Work(cost.encode.seconds(d)),
         allreduce(cost.bits_out / 8 * d, links),
-        Work(cost.decode.seconds(d)),
+        Work(cost.reduce.seconds(d) + cost.decode.seconds(d)),
     ]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -11,13 +12,17 @@ from torch import Tensor
 
 from laconic._key import Key
 from laconic.codecs import Codec, codec
+from laconic.exchanges import Call
 from laconic.exchanges._scatter_reduce import gain
+from laconic.exchanges._transport import sum_in_place
 from laconic.planner._clock import Clock
 from laconic.planner._cluster import CodecCost
 from laconic.planner._line import FREE, Line, fit
 
 _MOST_VALUES = 1 << 22  # of a sample: enough for any error, and for speeds outside of caches
 _NMSE_KEYS = 4
+_COLD = 1 << 23  # values
+_REDUCED, _TURNS = 1 << 19, 2  # values that are added up, and how often
 
 
 @dataclass(frozen=True)
@@ -128,21 +133,23 @@ class _Tool:
         for size in sizes:
             part = sample.head(size)
             what = self.encoding(part.own, part.segments)
-            make = lambda part=part, what=what: self.codec.encode(part.own, self.key(), **what)  # noqa: E731
+            cold = _copies(part.own)
+            make = lambda what=what, cold=cold: self.codec.encode(next(cold), self.key(), **what)  # noqa: E731
             encoded.append((size, self.clock.throughput(make, each)))
-            read = self._reading(make(), what, part.own)
+            wire = self.codec.encode(part.own, self.key(), **what)
+            read = self._reading(wire, what, part.own)
             decoded.append((size, self.clock.throughput(read, each)))
         return fit(encoded), fit(decoded)
 
     def _reading(self, wire: Any, what: dict[str, Any], x: Tensor) -> Any:
-        out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        cold = _copies(torch.zeros_like(x))
         if self.codec.summable:
             payload, keys = wire.payload, [self.key()] * self.workers
             norm = what.get("norm")
             return lambda: self.codec.decode_sum(
-                payload, keys, norm=norm, shape=x.shape, dtype=x.dtype, out=out
+                payload, keys, norm=norm, shape=x.shape, dtype=x.dtype, out=next(cold)
             )
-        return lambda: self.codec.decode(wire, out=out, add=True, weight=0.5)
+        return lambda: self.codec.decode(wire, out=next(cold), add=True, weight=0.5)
 
     def norm_line(self, sample: Sample, patience_s: float) -> Line:
         """Of the read that a shared scale takes."""
@@ -157,7 +164,9 @@ class _Tool:
         return fit(points)
 
     def reduce_line(self, sample: Sample, patience_s: float) -> Line:
-        """Of adding two wires, where the codec can."""
+        """Of adding two wires, where the codec can; else of a backend that adds payloads."""
+        if self.codec.summable:
+            return self._adding(sample, patience_s)
         if not hasattr(self.codec, "reduce"):
             return FREE
         sizes = _sizes(sample.own.numel())
@@ -170,6 +179,28 @@ class _Tool:
             add = lambda one=one, two=two: self.codec.reduce(one, two, self.key(2))  # noqa: E731
             points.append((size, self.clock.throughput(add, patience_s / len(sizes))))
         return fit(points)
+
+    def _adding(self, sample: Sample, patience_s: float) -> Line:
+        """How much longer an all-reduce of payloads takes than one of as many bytes of fp32.
+
+        Backends add halves and bytes one by one; a link that is slower than that hides the rest.
+        """
+        x = sample.own[:_REDUCED]
+        payload = torch.zeros_like(self.codec.encode(x, self.key(), **self.encoding(x, ())).payload)
+        plain = torch.zeros(payload.numel() * payload.element_size() // 4, device=x.device)
+        call = Call(group=self.clock.group)
+        more = 0.0
+        for _ in range(_TURNS):
+            for one, sign in ((payload, 1), (plain, -1)):
+                seconds = self.clock.seconds(lambda one=one: sum_in_place(one, call), 0.0)
+                more += sign * seconds / _TURNS
+        return Line(start_s=0.0, per_s=x.numel() / more) if more > 0 else FREE
+
+
+def _copies(x: Tensor) -> Iterator[Tensor]:
+    """One after another, for ever: together they fill more than a cache, as gradients do."""
+    count = max(1, _COLD // max(1, x.numel()))
+    return cycle(x.repeat(count).split(x.numel() or 1))
 
 
 def _sizes(most: int) -> list[int]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from threading import Event
 
 import torch
 
 from laconic.planner._clock import Clock
 from laconic.planner._cluster import Device, Links
-from laconic.planner._line import fit
+from laconic.planner._line import Line, fit
 from laconic.planner._probe_links import swaps
 
 _FULL = 0.97  # speeds above this count as undisturbed
-_SMALLEST, _LARGEST = 1 << 16, 1 << 24  # bytes: whatever a noisy fit says of the wire
+_TINY, _SMALLEST, _LARGEST = 1 << 10, 1 << 18, 1 << 24  # bytes that a rank sends
+_MOST = 40  # moves
 _SIDE = 192  # of matrices: in the cache, long enough for threads to meet
 
 
@@ -23,8 +25,9 @@ def probe_device(clock: Clock, links: Links, patience_s: float) -> Device:
     """Room, drain and pace of the timeline's rules, by running works and moves side by side.
 
     With one work alone at speed 1: two at once run at v₁ each, so room = 2·v₁ (1 to 2). A work
-    beside moves runs at v₂: drain = room - v₂ (nothing, if v₂ is 1). The pace is the moves' speed
-    then, over that alone. A GPU is taken as full with one task, and wires as moving without it.
+    beside large moves runs at v₂: drain = room - v₂ (nothing, if v₂ is 1). Small and large moves,
+    alone and beside works, say how much slower starts and bytes are then. A GPU is taken as full
+    with one task, and wires as moving without it.
     """
     copy = _copies(clock, patience_s / 4)
     if clock.device.type == "cuda":
@@ -35,16 +38,35 @@ def probe_device(clock: Clock, links: Links, patience_s: float) -> Device:
     with ThreadPoolExecutor(1) as pool:
         both = _rate(work, clock, patience_s / 4, lambda stop: pool.submit(_until, stop, work))
         room = max(1.0, min(2.0, 2 * both / alone))
-        beside, wire = _beside_moves(work, clock, links, patience_s / 4, pool)
-    v2 = min(1.0, beside / alone)
+        sent = min(_LARGEST, max(_SMALLEST, round(links.swap.per_s * patience_s / 32)))
+        small, large = (
+            _beside(work, swaps(size, clock.group, clock.device), clock, patience_s / 8, pool)
+            for size in (_TINY, sent)
+        )
+    v2 = min(1.0, large.works / alone)
     drain = max(0.0, room - v2) if v2 < _FULL else 0.0
+    bytes_alone, bytes_beside = large.alone - small.alone, large.beside - small.beside
     return Device(
         room=room,
         drain=min(drain, 0.95),
-        pace=max(0.05, min(1.0, wire)),
-        starts_work=True,
+        pace=_pace(bytes_alone, bytes_beside),
+        start_pace=_pace(small.alone, small.beside),
         copy=copy,
     )
+
+
+def _pace(alone: float, beside: float) -> float:
+    """Speed beside works over speed alone."""
+    return max(0.02, min(1.0, alone / beside)) if 0 < alone < beside else 1.0
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Seconds of a move alone and beside works, and works a second beside it."""
+
+    alone: float
+    beside: float
+    works: float
 
 
 def _matmuls(x: torch.Tensor) -> Callable[[], object]:
@@ -80,37 +102,35 @@ def _rate(
     return clock.mean(rate)
 
 
-def _beside_moves(
+def _beside(
     work: Callable[[], object],
+    move: Callable[[], object],
     clock: Clock,
-    links: Links,
     patience_s: float,
     pool: ThreadPoolExecutor,
-) -> tuple[float, float]:
-    """Works a second while the wire is in use, and the wire's speed over its speed alone."""
-    sent = min(_LARGEST, max(_SMALLEST, round(links.swap.per_s * patience_s / 8)))
-    move = swaps(sent, clock.group, clock.device)
+) -> _Pair:
     alone = clock.seconds(move, patience_s / 2)
-    count = max(2, round(patience_s / alone))
+    count = max(4, min(_MOST, round(patience_s / alone)))
     clock.mean(0.0)
-
-    def moving() -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            move()
-        return (time.perf_counter() - start) / count
-
-    task, start, works = pool.submit(moving), time.perf_counter(), 0
+    task, start, works = pool.submit(_often, move, count), time.perf_counter(), 0
     while not task.done():
         work()
         works += 1
     rate = works / (time.perf_counter() - start)
-    return clock.mean(rate), clock.mean(alone / task.result())
+    return _Pair(alone, clock.mean(task.result()), clock.mean(rate))
 
 
-def _copies(clock: Clock, patience_s: float):
+def _often(move: Callable[[], object], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        move()
+    return (time.perf_counter() - start) / count
+
+
+def _copies(clock: Clock, patience_s: float) -> Line:
+    """Of tensors that no cache holds: gradients are seldom smaller."""
     points = []
-    for count in (1 << 12, 1 << 16, 1 << 20):
+    for count in (1 << 12, 1 << 22, 1 << 23):
         x = torch.zeros(count, device=clock.device)
         y = torch.empty_like(x)
         points.append((count, clock.throughput(lambda y=y, x=x: y.copy_(x), patience_s / 3)))

@@ -27,6 +27,10 @@ PLAIN = CodecCost(
     encode=FREE,
     decode=FREE,
 )
+# copies of all values (read once, written once) that schedules make beside their exchanges
+_SSD_COPIES = 14  # gradients taken, looked at and cleared, the local rule, weights written
+_PULL_COPIES, _OWNER_COPIES = 2.5, 4  # a difference added to the last pull; of a chunk, made
+_LOCAL_COPIES = 4
 SCHEDULES = ("every-step", "ssd", "local", "async")
 
 
@@ -139,7 +143,8 @@ def step_seconds(strategy: Strategy, cluster: Cluster, workload: Workload) -> fl
 
     - every-step: forward, then backward, in which every bucket goes to a lane when it is ready; a
       step waits for all.
-    - ssd: the push of step t runs behind step t + 1. Step t + 2 waits for it, or step t + 1 if a
+    - ssd: owners make the optimizer's step, ranks a local one. The push of step t runs behind step
+      t + 1. Step t + 2 waits for it, or step t + 1 if a
       pull follows. Without anything shared: [(k-1)·max(C, P) + max(C, P + L)]/k.
     - local: H steps, then one exchange of all values; H·C + X, over H.
     - async: a worker pushes, waits for weights, and goes on: C + P + L, unless a server, which does
@@ -155,7 +160,7 @@ def step_seconds(strategy: Strategy, cluster: Cluster, workload: Workload) -> fl
         room=device.room,
         drain=device.drain,
         pace=device.pace,
-        starts_work=device.starts_work,
+        start_pace=device.start_pace,
     )
     marks = timeline.run(programs[strategy.schedule](strategy, cluster, workload))
     return (marks[-1] - marks[0]) / (len(marks) - 1)
@@ -180,12 +185,12 @@ def _every_step(strategy: Strategy, cluster: Cluster, workload: Workload) -> Ite
 
 def _ssd(strategy: Strategy, cluster: Cluster, workload: Workload) -> Iterator[Stage]:
     push, pull = _push_pull(strategy, cluster, workload)
-    k = strategy.period
+    k, own = strategy.period, cluster.device.copy.seconds(_SSD_COPIES * workload.values)
     first = -(-4 // k) * k  # what has settled by then is timed, in whole periods
     for t in range(first + 3 * k + 1):
         if t >= first:
             yield Mark()
-        yield Work(workload.forward_s + workload.backward_s + workload.rest_s)
+        yield Work(workload.forward_s + workload.backward_s + own)
         if t >= 2:
             yield Wait(t - 2)
         if t and t % k == 0:  # the push before this one had a pull
@@ -201,19 +206,25 @@ def _meeting(workload: Workload) -> Pause:
 
 def _push_pull(strategy: Strategy, cluster: Cluster, workload: Workload) -> tuple[Phases, Phases]:
     load = _load(strategy, workload.values, 0, cluster, workload)
-    step = Work(cluster.device.copy.seconds(4 * workload.values / cluster.workers))
+    chunk, copy = workload.values / cluster.workers, cluster.device.copy
+    step = Work(workload.rest_s / cluster.workers)
     push: Phases = [_meeting(workload), *scatter(load, cluster.flat, cluster.device), step]
-    return push, gather(load, cluster.flat)
+    pull = gather(load, cluster.flat)
+    if strategy.codec != "none":
+        made = copy.seconds(_OWNER_COPIES * chunk) + load.cost.decode.seconds(chunk)
+        added = copy.seconds(_PULL_COPIES * workload.values)
+        pull = [Work(made), *pull, Work(added)]
+    return push, pull
 
 
 def _local(strategy: Strategy, cluster: Cluster, workload: Workload) -> Iterator[Stage]:
     encoded = sum(bucket.encoded for bucket in workload.buckets)
     whole = Bucket(encoded=encoded, plain=workload.values - encoded, ready_s=0.0)
     stages = _bucket_phases(strategy, whole, cluster, workload)
-    copies = Work(cluster.device.copy.seconds(2 * workload.values))
+    copies = Work(cluster.device.copy.seconds(_LOCAL_COPIES * workload.values))
     yield Mark()
     yield Work(strategy.period * workload.compute_s)
-    yield Submit(0, 0, (copies, *stages, copies))
+    yield Submit(0, 0, (copies, _meeting(workload), *stages))
     yield Wait(0)
     for _ in range(strategy.period):  # a mark a step, so that the mean is over steps
         yield Mark()

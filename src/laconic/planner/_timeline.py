@@ -3,16 +3,14 @@
 A rank is a few threads. Each does one thing after another: `Work` on the device, `Move` over the
 wire, `Submit` a job to a lane, `Wait` for a job. Ranks are alike, so one stands for all.
 
-At any moment k works and m moves are under way. The device has room for r works at full speed; a
-wire in use takes the part d of one, its drain, and beside works it has only the pace p of its speed
-alone (TCP needs the CPU, threads must be woken). Where a wire needs no device, d = 0 and
-p = 1.
+At any moment k works are under way, s moves start and m have started. The device has room for r works at
+full speed; a wire in use takes the part d of one, its drain. Beside works a wire has the pace p of
+its speed alone, and a start the pace q: TCP needs the CPU, and threads must be woken. Where a wire
+needs no device, d = 0 and p = q = 1.
 
-    speed of a work = min(1, (r - d·[m > 0])/k)
-    speed of a move = (p if k > 0 else 1)/m
-
-A move's start is a latency, which passes by itself; over TCP it is a work (`starts_work`): system
-calls, and threads that must find a core.
+    speed of a work  = min(1, (r - d·[m > 0])/k)
+    speed of a move  = (p if k > 0 else 1)/m
+    speed of a start = (q if k > 0 else 1)/s
 
 A simulation goes from event to event; it is exact for these rules, and linear in the events.
 """
@@ -94,7 +92,7 @@ class Timeline:
     room: float = 1.0
     drain: float = 0.0
     pace: float = 1.0
-    starts_work: bool = False
+    start_pace: float = 1.0
     now: float = 0.0
     marks: list[float] = field(default_factory=list)
 
@@ -155,18 +153,20 @@ class Timeline:
         active = [one for one in self._tasks if one.stage is not None and _unfinished(one)]
         if not active:
             raise RuntimeError("a program waits for a job that nobody has")
-        works = sum(self._works(one) for one in active)
-        moves = sum(isinstance(one.stage, Move) and one.latency <= _NOW for one in active)
+        works = sum(isinstance(one.stage, Work) for one in active)
+        starts = sum(one.latency > _NOW for one in active)
+        moves = sum(isinstance(one.stage, Move) for one in active) - starts
         room = self.room - (self.drain if moves else 0.0)
         work_speed = min(1.0, room / works) if works else 1.0
-        move_speed = (self.pace if works else 1.0) / max(1, moves)
+        pace, start_pace = (self.pace, self.start_pace) if works else (1.0, 1.0)
         speeds = []
         for one in active:
-            if self._works(one):
+            if isinstance(one.stage, Work):
                 speeds.append(work_speed)
+            elif isinstance(one.stage, Pause):
+                speeds.append(1.0)
             else:
-                moving = isinstance(one.stage, Move) and one.latency <= _NOW
-                speeds.append(move_speed if moving else 1.0)
+                speeds.append(start_pace / starts if one.latency > _NOW else pace / moves)
         rests = [one.latency if one.latency > _NOW else one.left for one in active]
         span = min(rest / speed for rest, speed in zip(rests, speeds, strict=True))
         self.now += span
@@ -175,10 +175,6 @@ class Timeline:
                 one.latency -= span * speed
             else:
                 one.left -= span * speed
-
-    def _works(self, one: _Thread) -> bool:
-        starting = self.starts_work and one.latency > _NOW
-        return isinstance(one.stage, Work) or starting
 
 
 def _begin(thread: _Thread, stage: Stage) -> None:
