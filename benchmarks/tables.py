@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import _planner_tables as planner
 from benchmarks import _training_tables as training
 from benchmarks._rows import RESULTS
 
@@ -116,6 +117,36 @@ at every 20 steps. SSD without warm-up, with its default local rule. A strategy 
 What it says: delayed steps are worth less, 660 of them against 540, and still SSD with ecdq is
 first at both rates; at 1 Gbit/s by little, for two cores code for four workers. One run of each,
 one seed.
+
+## Predicted against measured
+
+`python -m benchmarks.predicted --save`, {_machine("predicted")}. Hosts of the lab, one worker each,
+share one machine with two cores. In every configuration a probe measured links, device, codecs and
+the network's computation, and no strategy; what the planner made of it stands before what was then
+measured, in ms a step. Networks learn Fashion-MNIST in batches of 64 a worker: a CNN (0.82 million
+parameters) and MLPs of 1.9 (mlp) and 5.8 million (wide).
+
+![Predicted against measured step times](predicted.svg)
+
+{planner.predicted()}
+
+{planner.predicted_summary()}
+
+## auto
+
+`python -m benchmarks.auto --rates loopback,100 --rounds 8 --save`, {_machine("auto")}. The training
+of "Steps over shaped links", four workers. On the loopback interface plain DDP and auto take turns,
+a new model each; auto's steps count from its decision on. At 100 Mbit/s the best fixed strategy and
+auto take turns.
+
+{planner.auto()}
+
+## The lab's links
+
+`python -m benchmarks.lab_rate --save`, {_machine("lab_rate")}. What plain DDP on four hosts sends
+in fp32, over what the link could carry in a step, less the time of its computation.
+
+{planner.lab_rate()}
 
 ## Which local rule?
 
@@ -510,5 +541,6 @@ def _summary() -> str:
 
 
 if __name__ == "__main__":
+    planner.write_plot()
     DOC.write_text(page())
     README.write_text(readme())

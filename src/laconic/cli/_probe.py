@@ -21,7 +21,7 @@ from rich.table import Table
 from laconic.cli._common import leave
 from laconic.codecs import codec
 from laconic.errors import ConfigError, LaconicError
-from laconic.planner import CODECS, Line, Links, Probe, load_setup
+from laconic.planner import Line, Links, Probe, load_setup
 from laconic.planner import probe as measure
 from laconic.planner._names import short
 from laconic.planner._units import rate, seconds, size
@@ -63,7 +63,7 @@ def probe_command(
         )
     rank = int(os.environ["RANK"])
     try:
-        wanted = split_codecs(codecs) if codecs else CODECS
+        wanted = split_codecs(codecs) if codecs else None
         if not 0 < patience_s < math.inf:
             raise ConfigError(f"--seconds is above 0, not {patience_s}")
         if out is not None and not out.absolute().parent.is_dir():

@@ -15,8 +15,7 @@ _NEVER = 1e18  # amounts a second: no cost but the start
 class Line:
     """t(x) = start_s + x / per_s, for x bytes or values; α + S/β in papers.
 
-    `spread` is the median of |t(x) - measured| / measured over the sizes it was fitted to, 0 for
-    figures from paper.
+    `spread` is how far it is off the measurements that it was made from, 0 for figures from paper.
 
     >>> Line(start_s=0.001, per_s=1e6).seconds(2e6)
     2.001
@@ -36,6 +35,10 @@ class Line:
     def seconds(self, amount: float, starts: float = 1) -> float:
         """Of so much in so many operations."""
         return starts * self.start_s + amount / self.per_s
+
+    def off(self, points: Sequence[tuple[float, float]]) -> float:
+        """The median of |t(x) - measured| / measured."""
+        return statistics.median(abs(self.seconds(x) - t) / t for x, t in points)
 
     def faster(self, times: float) -> Line:
         """At another speed, with the same start."""
@@ -70,5 +73,4 @@ def fit(points: Sequence[tuple[float, float]]) -> Line:
         elif slope < 0:
             start, slope = a1 / aa, 0.0
     line = Line(start_s=start, per_s=1 / slope if slope > 1 / _NEVER else _NEVER)
-    off = statistics.median(abs(line.seconds(x) - t) / t for x, t in points)
-    return replace(line, spread=off)
+    return replace(line, spread=line.off(points))

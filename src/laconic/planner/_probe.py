@@ -77,7 +77,7 @@ class Probe:
 def probe(
     setup: Setup | None = None,
     *,
-    codecs: Sequence[str] = CODECS,
+    codecs: Sequence[str] | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
     patience_s: float = 30.0,
@@ -94,6 +94,7 @@ def probe(
     if every.size() < 2:
         raise ConfigError("a probe needs two ranks or more: torchrun --nproc-per-node 2")
     place = device or device_of(every)
+    codecs = codecs_for(place) if codecs is None else codecs
     clock = Clock(every, place)
     flat = probe_links(clock, patience_s / 4)
     per_node, inside, between = _levels(every, place, patience_s / 4)
@@ -114,6 +115,11 @@ def probe(
         backend=str(dist.get_backend(every)),
     )
     return Probe(cluster=cluster, workload=workload, machine=_machine(place))
+
+
+def codecs_for(device: torch.device) -> tuple[str, ...]:
+    """CODECS that run there: rans does not on a GPU."""
+    return tuple(spec for spec in CODECS if device.type == "cpu" or "coder=rans" not in spec)
 
 
 def _levels(

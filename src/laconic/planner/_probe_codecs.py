@@ -19,7 +19,8 @@ from laconic.planner._clock import Clock
 from laconic.planner._cluster import CodecCost
 from laconic.planner._line import FREE, Line, fit
 
-_MOST_VALUES = 1 << 22  # of a sample: enough for any error, and for speeds outside of caches
+# values of a sample: enough for any error, and for a speed behind what a call takes to start
+_MOST_ON_CPU, _MOST_ON_GPU = 1 << 22, 1 << 26
 _NMSE_KEYS = 4
 _COLD = 1 << 23  # values
 _REDUCED, _TURNS = 1 << 19, 2  # values that are added up, and how often
@@ -38,8 +39,9 @@ class Sample:
     kappa: float
 
     @staticmethod
-    def gaussian(device: torch.device, workers: int, values: int = 1 << 20) -> Sample:
+    def gaussian(device: torch.device, workers: int) -> Sample:
         """Independent values on all ranks, where no model is given: the worst κ."""
+        values = _most_values(device) // 4
         x = torch.randn(values, device=device)
         return Sample(x, x, (values,), 1 / workers)
 
@@ -57,7 +59,7 @@ def probe_codec(spec: str, sample: Sample, clock: Clock, patience_s: float) -> C
     """Bits, errors and lines of one codec; all ranks at once, because they may share cores."""
     own: Any = codec(spec)
     n = clock.group.size()
-    sample = sample.head(min(_MOST_VALUES, sample.own.numel()))
+    sample = sample.head(min(_most_values(clock.device), sample.own.numel()))
     first, back = own.at_share(0.5 * gain(n * sample.kappa)), own.at_share(0.5)
     workers = n if own.summable or hasattr(own, "reduce") else 1
     tool = _Tool(first, workers, clock)
@@ -195,6 +197,10 @@ class _Tool:
                 seconds = self.clock.seconds(lambda one=one: sum_in_place(one, call), 0.0)
                 more += sign * seconds / _TURNS
         return Line(start_s=0.0, per_s=x.numel() / more) if more > 0 else FREE
+
+
+def _most_values(device: torch.device) -> int:
+    return _MOST_ON_CPU if device.type == "cpu" else _MOST_ON_GPU
 
 
 def _copies(x: Tensor) -> Iterator[Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from laconic.exchanges._transport import Message, no_values, sum_in_place, swap
 from laconic.exchanges._wires import Sizes
 from laconic.planner._clock import Clock
 from laconic.planner._cluster import Links
-from laconic.planner._line import Line, fit
+from laconic.planner._line import Line
 from laconic.planner._phases import ring_bytes
 
 _SMALLEST, _LARGEST, _TIMES = 1 << 10, 1 << 26, 4  # bytes of a payload, and their steps
@@ -49,16 +51,19 @@ def _line(
         size *= _TIMES
         if _TIMES * seconds > patience_s / 2 and len(points) > 2:
             break
-    return fit(_ends(points))
+    return _through_ends(points)
 
 
-def _ends(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The smallest and the largest sizes: they say what a start and what a byte costs.
+def _through_ends(points: Sequence[tuple[float, float]]) -> Line:
+    """What the two smallest sizes take is a start, what the two largest take beyond it are bytes.
 
     An idle link (its buffers, a token bucket) lets a burst through at once. Sizes in the middle
     would make the link look faster than it is for whoever keeps it busy.
     """
-    return [*points[:2], *points[-2:]]
+    start = statistics.mean(t for _, t in points[:2])
+    per_byte = statistics.mean(max(t - start, 0.05 * t) / x for x, t in points[-2:])
+    line = Line(start_s=start, per_s=1 / per_byte)
+    return replace(line, spread=line.off(points))
 
 
 def _reducing(size: int, call: Call, device: torch.device) -> tuple[Callable[[], object], float]:

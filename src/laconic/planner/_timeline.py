@@ -3,10 +3,10 @@
 A rank is a few threads. Each does one thing after another: `Work` on the device, `Move` over the
 wire, `Submit` a job to a lane, `Wait` for a job. Ranks are alike, so one stands for all.
 
-At any moment k works are under way, s moves start and m have started. The device has room for r works at
-full speed; a wire in use takes the part d of one, its drain. Beside works a wire has the pace p of
-its speed alone, and a start the pace q: TCP needs the CPU, and threads must be woken. Where a wire
-needs no device, d = 0 and p = q = 1.
+At any moment k works are under way, s moves start and m have started. The device has room for r
+works at full speed; a wire in use takes the part d of one, its drain. Beside works a wire has the
+pace p of its speed alone, and a start the pace q: TCP needs the CPU, and threads must be woken.
+Where a wire needs no device, d = 0 and p = q = 1.
 
     speed of a work  = min(1, (r - d·[m > 0])/k)
     speed of a move  = (p if k > 0 else 1)/m

@@ -1,0 +1,109 @@
+"""Tables of what the planner predicts, of auto, and of the lab's links."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks._rows import RESULTS
+from benchmarks._scatter_plot import Point, svg
+from benchmarks.network import LOOPBACK
+from benchmarks.predicted import missed, off, summary
+
+PLOT = Path(__file__).parent.parent / "docs" / "predicted.svg"
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """As they were kept."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+def write_plot() -> None:
+    """docs/predicted.svg."""
+    points = [
+        Point(
+            row["strategy"],
+            row["measured_ms"],
+            row["predicted_ms"],
+            f"{row['config']}, {row['strategy']}",
+        )
+        for row in rows("predicted")
+    ]
+    PLOT.write_text(svg(points, "A step's time, predicted from a probe and measured"))
+
+
+def predicted() -> str:
+    """Predicted / measured ms of every strategy in every configuration."""
+    found = rows("predicted")
+    strategies = list(dict.fromkeys(row["strategy"] for row in found))
+    lines = [
+        f"| hosts x Mbit/s, network | {' | '.join(strategies)} | best predicted, above the best |",
+        "|" + "---|" * (len(strategies) + 2),
+    ]
+    for config in dict.fromkeys(row["config"] for row in found):
+        own = {row["strategy"]: row for row in found if row["config"] == config}
+        cells = [_cell(own[name]) for name in strategies]
+        lines.append(
+            f"| {_config(config)} | {' | '.join(cells)} | {missed(list(own.values())):.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def predicted_summary() -> str:
+    """In a sentence."""
+    told = summary(rows("predicted"))
+    places, right = told["configurations"], told["best within 10%"]
+    return (
+        f"{told['predictions']} predictions in {places} configurations: the median error is "
+        f"{told['median']:.1%}, the 90th percentile {told['p90']:.1%}. The strategy that was "
+        f"predicted to be best is within 10% of the best one in {right} of {places}."
+    )
+
+
+def _cell(row: dict[str, Any]) -> str:
+    return f"{row['predicted_ms']:.0f} / {row['measured_ms']:.0f} ({off(row):+.0%})"
+
+
+def _config(text: str) -> str:
+    place, network = text.split(":")
+    hosts, rate = place.split("x")
+    return f"{hosts} x {rate}, {network}"
+
+
+def auto() -> str:
+    """A line for each strategy and rate."""
+    lines = ["| link | strategy | ms a step (quartiles) | |", "|---|---|---|---|"]
+    for row in rows("auto"):
+        link = row["rate"] if row["rate"] == LOOPBACK else f"{row['rate']} Mbit/s"
+        told = ""
+        if "of_plain" in row:
+            told = f"{row['of_plain']:.3f} of plain DDP's speed; chose {_chosen(row['choices'])}"
+        elif "of_best" in row:
+            told = f"{row['of_best']:.3f} of {row['best']}'s speed; chose {row['choice']}"
+            told += f" from step {row['step']}"
+        times = f"{row['ms']:.1f} ({row['ms_q1']:.1f}-{row['ms_q3']:.1f})"
+        lines.append(f"| {link} | {row['strategy']} | {times} | {told} |")
+    return "\n".join(lines)
+
+
+def _chosen(choices: list[str]) -> str:
+    names = {"none": "plain DDP"}
+    return ", ".join(
+        f"{names.get(one, one)} in {choices.count(one)} of {len(choices)} rounds"
+        for one in dict.fromkeys(choices)
+    )
+
+
+def lab_rate() -> str:
+    """Shares of links' rates."""
+    lines = [
+        "| Mbit/s | ms a step | of them computation | share of the rate | of the whole step |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows("lab_rate"):
+        lines.append(
+            f"| {row['rate_mbit']:.0f} | {row['ms']:.0f} | {row['compute_ms']:.0f} | "
+            f"{row['share']:.1%} | {row['share_of_step']:.1%} |"
+        )
+    return "\n".join(lines)
