@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,12 @@ def auto() -> str:
         link = row["rate"] if row["rate"] == LOOPBACK else f"{row['rate']} Mbit/s"
         told = ""
         if "of_plain" in row:
-            told = f"{row['of_plain']:.3f} of plain DDP's speed; chose {_chosen(row['choices'])}"
+            rounds = sorted(row["rounds"])
+            told = f"{statistics.median(rounds):.3f} of plain DDP's speed, median of rounds "
+            told += (
+                f"({rounds[0]:.3f}-{rounds[-1]:.3f}; all steps together {row['of_plain']:.3f}); "
+            )
+            told += f"chose {_chosen(row['choices'])}"
         elif "of_best" in row:
             told = f"{row['of_best']:.3f} of {row['best']}'s speed; chose {row['choice']}"
             told += f" from step {row['step']}"

@@ -131,6 +131,8 @@ parameters) and MLPs of 1.9 (mlp) and 5.8 million (wide).
 {planner.predicted()}
 
 {planner.predicted_summary()}
+The simulation's rules were found while looking at 2 x 50 and 4 x 100 with the MLP and at three
+configurations that are not here; the other eleven were seen for the first time in this run.
 
 ## auto
 
