@@ -37,15 +37,19 @@ class Lane:
 def lanes(
     group: dist.ProcessGroup | None, device: torch.device, timeout_s: float
 ) -> tuple[Lane, ...]:
+    """As many as `lane_count` says, each with a process group of its own."""
+    count = lane_count(group, device)
+    return tuple(Lane(own_group(group, timeout_s)) for _ in range(count))
+
+
+def lane_count(group: dist.ProcessGroup | None, device: torch.device) -> int:
     """On Gloo two, so that one bucket is encoded or decoded while another one is on the wire.
 
     On CUDA one: kernels and transfers overlap by themselves there, and NCCL may dead-lock when two
     threads use two groups at once.
     """
-    first = own_group(group, timeout_s)
-    gloo = dist.get_backend(first) == "gloo" and device.type == "cpu"
-    more = [own_group(group, timeout_s) for _ in range(_ON_GLOO - 1)] if gloo else []
-    return tuple(Lane(one) for one in (first, *more))
+    gloo = dist.get_backend(group) == "gloo" and device.type == "cpu"
+    return _ON_GLOO if gloo else 1
 
 
 def own_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:

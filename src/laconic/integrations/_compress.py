@@ -29,14 +29,7 @@ def compress(
     weights: str | Codec | None = None,
     between: str | None = None,
 ) -> Handle:
-    """Let a model's gradients travel encoded; call it on all ranks, before the first step.
-
-    `model` is a DistributedDataParallel one, or one that `fully_shard` (FSDP2) was called on.
-    `spec` names codec and, behind an @, the exchange ("dqsg:bits=4", "global:bits=8@allreduce").
-    `policy(name, parameter)` says what to compress, `warmup_steps` how many steps stay plain.
-    For DDP, `timeout_s` (300) ends the wait for a lost peer. For FSDP2, `weights` names a codec for
-    gathered parameters, and on a 2-D mesh `between` is "replicas", "shards" or "both".
-    """
+    """`lc.compress`, for everything but "auto"; the arguments are explained there."""
     common: dict[str, Any] = {
         "exchange": exchange,
         "policy": policy,

@@ -10,10 +10,12 @@ from laconic.planner._figures import MACHINES, Machine, machine
 from laconic.planner._line import Line, fit
 from laconic.planner._paper import Paper, paper_workload
 from laconic.planner._plan import BreakEven, Choice, Plan, plan
+from laconic.planner._predict import Prediction, predict
 from laconic.planner._probe import CODECS, Probe, probe
 from laconic.planner._probe_model import Setup, load_setup
 from laconic.planner._resize import resized
-from laconic.planner._strategy import Prediction, Strategy, predict, step_seconds
+from laconic.planner._step_time import step_seconds
+from laconic.planner._strategy import Strategy
 
 __all__ = [
     "CODECS",

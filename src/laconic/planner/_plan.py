@@ -12,7 +12,9 @@ from laconic.codecs import codec
 from laconic.errors import ConfigError
 from laconic.planner._cluster import Cluster, CodecCost, Workload
 from laconic.planner._names import short
-from laconic.planner._strategy import Prediction, Strategy, cost_of, predict, step_seconds
+from laconic.planner._predict import Prediction, predict
+from laconic.planner._step_time import step_seconds
+from laconic.planner._strategy import Strategy, cost_of
 from laconic.planner._units import rate
 
 PLAIN = Strategy()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from laconic._version import __version__
 from laconic.errors import ConfigError
 from laconic.exchanges._hierarchical import _team
-from laconic.exchanges._lane import lanes
+from laconic.exchanges._lane import lane_count
 from laconic.exchanges._nodes import agreed_nodes, device_of
 from laconic.planner._clock import Clock
 from laconic.planner._cluster import Bucket, Cluster, CodecCost, Device, Links, Workload
@@ -38,7 +38,6 @@ CODECS = (
     "ecdq:error=0.08,coder=rans",
 )
 _FORMAT = 1
-_LANES_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +110,7 @@ def probe(
         between=between,
         device=shared,
         codecs=tuple(probe_codec(spec, sample, clock, each) for spec in codecs),
-        lanes=len(lanes(every, place, _LANES_TIMEOUT_S)),
+        lanes=lane_count(every, place),
         backend=str(dist.get_backend(every)),
     )
     return Probe(cluster=cluster, workload=workload, machine=_machine(place))
