@@ -96,7 +96,7 @@ def probe(
     codecs = codecs_for(place) if codecs is None else codecs
     clock = Clock(every, place)
     flat = probe_links(clock, patience_s / 4)
-    per_node, inside, between = _levels(every, place, patience_s / 4)
+    per_node, inside, between = _levels(clock, patience_s / 4)
     shared = probe_device(clock, flat, patience_s / 8)
     workload, sample = None, Sample.gaussian(place, every.size())
     if setup is not None:
@@ -121,38 +121,16 @@ def codecs_for(device: torch.device) -> tuple[str, ...]:
     return tuple(spec for spec in CODECS if device.type == "cpu" or "coder=rans" not in spec)
 
 
-def _levels(
-    group: dist.ProcessGroup, device: torch.device, patience_s: float
-) -> tuple[int, Links | None, Links | None]:
+def _levels(clock: Clock, patience_s: float) -> tuple[int, Links | None, Links | None]:
     """Ranks of a node, and links inside and between nodes where there are both."""
+    group = clock.group
     nodes = agreed_nodes(None, group)
     sizes = set(map(len, nodes))
     if len(nodes) in (1, group.size()) or len(sizes) > 1:
         return (group.size() if len(nodes) == 1 else 1), None, None
     team = _team(nodes, group)
-    assert team.node is not None and team.across is not None
-    near = probe_links(Clock(team.node, device), patience_s / 2)
-    far = probe_links(Clock(team.across, device), patience_s / 2)
-    return sizes.pop(), _agreed(near, group, device), _agreed(far, group, device)
-
-
-def _agreed(links: Links, group: dist.ProcessGroup, device: torch.device) -> Links:
-    """The mean over groups: every rank must return the same numbers."""
-    clock = Clock(group, device)
-
-    def line(one: Line) -> Line:
-        return Line(
-            start_s=clock.mean(one.start_s),
-            per_s=1 / clock.mean(1 / one.per_s),
-            spread=clock.mean(one.spread),
-        )
-
-    return Links(
-        ranks=links.ranks,
-        allreduce=tuple(map(line, links.allreduce)),
-        swap=line(links.swap),
-        hop=line(links.hop),
-    )
+    inside = probe_links(clock, patience_s / 2, team.node)
+    return sizes.pop(), inside, probe_links(clock, patience_s / 2, team.across)
 
 
 def _machine(device: torch.device) -> str:

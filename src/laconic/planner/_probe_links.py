@@ -22,12 +22,14 @@ _SMALLEST, _LARGEST, _TIMES = 1 << 10, 1 << 26, 4  # bytes of a payload, and the
 _GRAIN = 16
 
 
-def probe_links(clock: Clock, patience_s: float) -> Links:
+def probe_links(clock: Clock, patience_s: float, group: dist.ProcessGroup | None = None) -> Links:
     """Lines of all-reduce, swap and hop; all ranks of the clock's group at once.
 
+    With `group`, a part of those ranks, they talk in their parts, all parts at the same time: what
+    nodes or lanes share, they share here, too.
     Sizes grow until one message takes half of the time that a kind may have.
     """
-    call = Call(group=clock.group)
+    call = Call(group=group or clock.group)
     each = patience_s / 3
     return Links(
         ranks=call.size,
