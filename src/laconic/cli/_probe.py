@@ -109,6 +109,7 @@ def _ranks(patience_s: float) -> Iterator[torch.device]:
     dist.init_process_group("nccl" if cuda else "gloo", timeout=patience)
     try:
         yield device
+        dist.barrier()  # Gloo aborts a rank whose peer leaves while it still listens
     finally:
         dist.destroy_process_group()
 
