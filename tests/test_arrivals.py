@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_rounds import Roles, asked
 
 import laconic as lc
 from laconic.server._arrivals import Arrivals
@@ -44,30 +45,17 @@ class Keeper:
         self.forgotten.append(whose)
 
 
-class Roles:
-    workers = 3
-
-    def rank_of(self, worker: int) -> int:
-        return worker + 1
-
-
 class Server:
     """Arrivals that are fed one request at a time."""
 
     def __init__(self, most_delay: int = 8) -> None:
         self.keeper: Any = Keeper()
-        self.arrivals = Arrivals(self.keeper, Roles(), most_delay, 0)  # pyright: ignore[reportArgumentType]
+        self.arrivals = Arrivals(self.keeper, Roles(3), most_delay, 0)  # pyright: ignore[reportArgumentType]
         self.seen: list[int] = []
 
     def ask(self, worker: int, kind: Kind, lost: str | None = None, **more: Any) -> Any:
         """The future answer."""
-        request = Request(
-            worker=worker,
-            frame=Frame(kind=kind, **more),
-            body=torch.empty(0),
-            settings=[],
-            lost=lost,
-        )
+        request = asked(worker, kind, lost, **more)
         self.arrivals.handle(request, self.seen.append)
         return request._answer
 

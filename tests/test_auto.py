@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +13,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from test_cuda_ranks import nccl, needs_cuda, on_gpu  # noqa: F401 (a fixture)
-from test_ddp import batch, equal_everywhere, flat, network, train
+from test_cuda_ranks import host_never_waits, nccl, needs_cuda, on_gpu  # noqa: F401 (a fixture)
+from test_ddp import KINDS, batch, equal_everywhere, flat, network, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -138,7 +137,7 @@ def test_plain_times_are_medians_of_steps_and_the_slowest_rank_decides_what_is_e
 def test_error_of_the_mean() -> None:
     """e1/(n·κ) + e2; the exchanges that do not encode the mean have no e2."""
     looks = [Look(error=e, bytes_per_value=1, seconds_per_value=0) for e in (0.1, 0.3)]
-    assert error_of(looks, "scatter-reduce", 0.5, None) == pytest.approx(0.2 / (2 * 0.5) + 0.2)
+    assert error_of(looks, "scatter-reduce", 0.5, None) == pytest.approx(0.2 / (2 * 0.5) / 2 + 0.2)
     assert error_of(looks, "allreduce", 1.0, None) == pytest.approx(0.2 / 2)
     assert error_of(looks, "scatter-reduce", 0.5, 0.08) == 0.08
     lost = [Look(error=math.nan, bytes_per_value=1, seconds_per_value=0)]
@@ -478,12 +477,7 @@ def drifts(rank: int) -> dict[str, Any]:
 
 def variants(rank: int) -> dict[str, bool]:
     found = {}
-    kinds: dict[str, dict[str, Any]] = {
-        "views": {"gradient_as_bucket_view": True},
-        "static": {"static_graph": True},
-        "unused": {"find_unused_parameters": True},
-    }
-    for name, options in kinds.items():
+    for name, options in KINDS.items():
         model = model_of(**options)
         handle = auto(model, error=E, meter=FakeMeter(FAST))  # pyright: ignore
         train(model, 30)
@@ -841,12 +835,6 @@ def test_plain_steps_on_nccl_never_wait_for_the_device() -> None:
     report = handle.report()
     assert report is not None and report.plain.step > 0
     x, y = torch.randn(32, 64).cuda(), torch.zeros(32, dtype=torch.int64).cuda()
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")  # any wait of the host raises
-        try:
-            for _ in range(20):
-                nn.functional.cross_entropy(model(x), y).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with host_never_waits():
+        for _ in range(20):
+            nn.functional.cross_entropy(model(x), y).backward()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,19 @@ PAIRS = (
     "dqsg:bits=4@hierarchical",
 )
 FIXED = ("fp16", "qsgd:bits=4", "dqsg:bits=4", "rotate(dqsg:bits=4)", "global:bits=8")
+
+
+@contextmanager
+def host_never_waits() -> Iterator[None]:
+    """Any wait of the host for the device raises."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def on_gpu(model: nn.Module, steps: int, rank: int, optimizer: Any = None) -> list[float]:
@@ -129,15 +144,9 @@ def test_nccl_and_no_waiting_for_fixed_widths(nccl: None) -> None:
         lc.compress(model, text)
         on_gpu(model, 3, 0)
         x, y = torch.randn(32, 64).cuda(), torch.zeros(32, dtype=torch.int64).cuda()
-        torch.cuda.synchronize()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-            torch.cuda.set_sync_debug_mode("error")  # any wait of the host raises
-            try:
-                for _ in range(3):
-                    nn.functional.cross_entropy(model(x), y).backward()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        with host_never_waits():
+            for _ in range(3):
+                nn.functional.cross_entropy(model(x), y).backward()
         assert flat(model).isfinite().all()
     model = DistributedDataParallel(network().cuda())
     lc.compress(model, "ecdq:error=0.05")

@@ -79,14 +79,16 @@ def replicas_stay_equal(rank: int) -> dict[str, Any]:
     return found
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+}
+
+
 def variants_train(rank: int) -> dict[str, bool]:
     found = {}
-    kinds: dict[str, dict[str, Any]] = {
-        "views": {"gradient_as_bucket_view": True},
-        "static": {"static_graph": True},
-        "unused": {"find_unused_parameters": True},
-    }
-    for name, options in kinds.items():
+    for name, options in KINDS.items():
         model = DistributedDataParallel(network(), bucket_cap_mb=0.05, **options)
         lc.compress(model, "ecdq:error=0.05")
         train(model, 5)

@@ -35,10 +35,17 @@ class Keeper:
 
 
 class Roles:
-    workers = 2
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
 
     def rank_of(self, worker: int) -> int:
         return worker + 1
+
+
+def asked(worker: int, kind: Kind, lost: str | None = None, **more: Any) -> Request:
+    """A request without a body."""
+    frame = Frame(kind=kind, **more)
+    return Request(worker=worker, frame=frame, body=torch.empty(0), settings=[], lost=lost)
 
 
 class Server:
@@ -46,17 +53,11 @@ class Server:
 
     def __init__(self) -> None:
         self.keeper: Any = Keeper()
-        self.rounds = Rounds(self.keeper, Roles(), 0)  # pyright: ignore[reportArgumentType]
+        self.rounds = Rounds(self.keeper, Roles(2), 0)  # pyright: ignore[reportArgumentType]
 
     def ask(self, worker: int, kind: Kind, lost: str | None = None, **more: Any) -> Any:
         """The future answer."""
-        request = Request(
-            worker=worker,
-            frame=Frame(kind=kind, **more),
-            body=torch.empty(0),
-            settings=[],
-            lost=lost,
-        )
+        request = asked(worker, kind, lost, **more)
         self.rounds.handle(request, None)
         return request._answer
 

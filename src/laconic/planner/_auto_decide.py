@@ -7,11 +7,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from laconic.planner._mean_error import mean_error
+
 PLAIN = "none"  # plain DDP, by the name of its codec
 MARGIN = 0.03  # of a step: less is no difference
 MOST_TRIED = 4  # candidates beside plain
 _DOUBT = 1.1  # a candidate is tried unless it is predicted to be slower than plain by this
-_AGAIN = {"allreduce": 0, "allgather": 0, "sparse": 0}  # exchanges that do not encode the mean
 
 Table = Sequence[Sequence[float]]  # every rank's numbers, in order of ranks
 
@@ -129,7 +130,7 @@ def kappa_of(squares: Table) -> float:
 def error_of(
     looks: Sequence[Look], exchange: str, kappa: float, budget: float | None
 ) -> float | None:
-    """NMSE of the mean: e1/(n·κ) + e2, averaged over ranks; a codec that has a budget keeps it.
+    """NMSE of the mean, averaged over ranks; a codec that has a budget keeps it.
 
     The mean's own encoding is taken to have the error that a gradient's has.
     """
@@ -138,7 +139,7 @@ def error_of(
     one = statistics.mean(look.error for look in looks)
     if not math.isfinite(one):
         return None
-    return one / (len(looks) * kappa) + _AGAIN.get(exchange, 1) * one
+    return mean_error(exchange, one, one, len(looks), kappa)
 
 
 def within(seen: Seen, budget: float) -> bool:

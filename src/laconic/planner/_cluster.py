@@ -64,8 +64,8 @@ class CodecCost:
     encode: Line
     decode: Line
     norm: Line = FREE  # of codecs with one scale for all workers
-    # adding two wires (global-exp on a tree, sums of a ring); in an all-reduce, what adding takes
-    # longer than that of as many bytes of fp32
+    # adding two wires of global-exp; of codecs that sum, what adding takes longer in an all-reduce
+    # than that of as many bytes of fp32, which stands for a ring's additions, too
     reduce: Line = FREE
 
 

@@ -19,12 +19,16 @@ from __future__ import annotations
 
 import math
 
-from laconic.planner._cluster import CodecCost
-from laconic.planner._phases import default_exchange_name
-
 
 def mean_error(
-    exchange: str, cost: CodecCost, workers: int, kappa: float | None = None, per_node: int = 1
+    exchange: str,
+    error: float,
+    error_back: float,
+    workers: int,
+    kappa: float | None = None,
+    *,
+    per_node: int = 1,
+    inner: str = "scatter-reduce",
 ) -> float:
     """NMSE of the mean; κ = 1/n, the worst, where it is not known."""
     kappa = 1 / workers if kappa is None else min(max(kappa, 1 / workers), 1.0)
@@ -32,13 +36,11 @@ def mean_error(
         nodes = workers // per_node
         common = (workers * kappa - 1) / (workers - 1) if workers > 1 else 1.0
         between = kappa / (common + (1 - common) / per_node)
-        return (
-            mean_error(default_exchange_name(cost.spec), cost, nodes, between) if nodes > 1 else 0.0
-        )
-    shrunk = cost.error / (workers * kappa)
+        return mean_error(inner, error, error_back, nodes, between) if nodes > 1 else 0.0
+    shrunk = error / (workers * kappa)
     if exchange in ("scatter-reduce", "nested"):
-        return (workers - 1) / workers * shrunk + cost.error_back
+        return (workers - 1) / workers * shrunk + error_back
     if exchange == "tree":
-        apart = (1 + cost.error) ** (math.log2(workers) + 1) - 1
-        return cost.error + (apart - cost.error) * (1 / kappa - 1) / (workers - 1)
+        apart = (1 + error) ** (math.log2(workers) + 1) - 1
+        return error + (apart - error) * (1 / kappa - 1) / (workers - 1)
     return shrunk

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from laconic.planner._cluster import Cluster, CodecCost, Workload
 from laconic.planner._line import FREE
 from laconic.planner._mean_error import mean_error
+from laconic.planner._phases import default_exchange_name
 from laconic.planner._step_time import sent_bytes, step_seconds
 from laconic.planner._strategy import Strategy, cost_of
 
@@ -43,7 +44,15 @@ def _error(strategy: Strategy, cost: CodecCost, cluster: Cluster, workload: Work
     if strategy.schedule == "ssd":  # owners step with what one encoding left
         kappa = workload.kappa or 1 / cluster.workers
         return cost.error / (cluster.workers * kappa)
-    return mean_error(strategy.exchange, cost, cluster.workers, workload.kappa, cluster.per_node)
+    return mean_error(
+        strategy.exchange,
+        cost.error,
+        cost.error_back,
+        cluster.workers,
+        workload.kappa,
+        per_node=cluster.per_node,
+        inner=default_exchange_name(cost.spec),
+    )
 
 
 def _limit(strategy: Strategy, cluster: Cluster, workload: Workload) -> str:

@@ -112,20 +112,10 @@ class _Tool:
         bits, lost = 0.0, 0.0
         for step in range(_NMSE_KEYS):
             wire = self.codec.encode(x, self.key(step), **what)
-            decoded = self.decoded(wire, what, x)
+            decoded = self.codec.decode(wire)
             bits += 8 * wire.nbytes / max(1, x.numel())
             lost += float((decoded.float() - x.float()).square().sum())
         return bits / _NMSE_KEYS, lost / _NMSE_KEYS / power if power else 0.0
-
-    def decoded(self, wire: Any, what: dict[str, Any], x: Tensor) -> Tensor:
-        """What one worker's wire says; of codecs that sum, as a sum of one among zeros."""
-        if not self.codec.summable or not self.shared:
-            return self.codec.decode(wire)
-        payload, keys = wire.payload, [self.key()] * self.workers
-        if getattr(self.codec, "subtract", False):
-            return self.codec.decode(wire)
-        mean = self.codec.decode_sum(payload, keys, norm=what["norm"], shape=x.shape, dtype=x.dtype)
-        return mean * self.workers
 
     def lines(self, sample: Sample, patience_s: float) -> tuple[Line, Line]:
         """Of encode and decode."""
@@ -168,7 +158,7 @@ class _Tool:
     def reduce_line(self, sample: Sample, patience_s: float) -> Line:
         """Of adding two wires, where the codec can; else of a backend that adds payloads."""
         if self.codec.summable:
-            return self._adding(sample, patience_s)
+            return self._adding(sample)
         if not hasattr(self.codec, "reduce"):
             return FREE
         sizes = _sizes(sample.own.numel())
@@ -182,7 +172,7 @@ class _Tool:
             points.append((size, self.clock.throughput(add, patience_s / len(sizes))))
         return fit(points)
 
-    def _adding(self, sample: Sample, patience_s: float) -> Line:
+    def _adding(self, sample: Sample) -> Line:
         """How much longer an all-reduce of payloads takes than one of as many bytes of fp32.
 
         Backends add halves and bytes one by one; a link that is slower than that hides the rest.
