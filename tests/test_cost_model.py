@@ -30,9 +30,11 @@ from laconic.planner import (
     predict,
     step_seconds,
 )
+from laconic.planner._clock import usual
 from laconic.planner._line import FREE
 from laconic.planner._mean_error import mean_error
 from laconic.planner._phases import Load, paper_tree, phases
+from laconic.planner._step_time import _ssd
 from laconic.planner._timeline import Mark, Move, Pause, Stage, Submit, Timeline, Wait, Work
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -209,6 +211,57 @@ class TestSteps:
         if push + pull <= compute or push >= compute:
             assert found == pytest.approx(formula, rel=1e-6)
 
+    def test_everyone_waits_for_the_slowest_rank(self) -> None:
+        """Where the wire limits, every step by its skew; a push of SSD likewise."""
+        late = replace(WORK, skew_s=0.25)
+        slow = cluster(2, cost("dqsg:bits=4"), flat=links(2, per_s=1e5), lanes=1)
+        for one in (Strategy(), Strategy(codec="dqsg:bits=4")):
+            waited = step_seconds(one, slow, late) - step_seconds(one, slow, WORK)
+            assert waited == pytest.approx(0.25)
+        push = Strategy(codec="dqsg:bits=4", schedule="ssd", period=1)
+        crawling = cluster(2, cost("dqsg:bits=4"), flat=links(2, per_s=1e5))
+        waited = step_seconds(push, crawling, late) - step_seconds(push, crawling, WORK)
+        assert waited == pytest.approx(0.25)
+
+    def test_ssd_runs_no_further_ahead_than_two_pushes(self) -> None:
+        """Between pulls, too: with a period of 100 the wire still sets the pace."""
+        one = Strategy(codec="dqsg:bits=8", schedule="ssd", period=100)
+        place = cluster(2, cost("dqsg:bits=8", bits=8), flat=links(2, per_s=1e5))
+        program = list(_ssd(one, place, WORK))
+        waits = [stage.name for stage in program if isinstance(stage, Wait)]
+        assert set(range(90)) <= set(waits)
+
+    def test_owners_make_the_optimizers_step(self) -> None:
+        """2 s of it, half on each of two ranks, behind a push that limits."""
+        one = Strategy(codec="dqsg:bits=8", schedule="ssd", period=1)
+        place = cluster(2, cost("dqsg:bits=8", bits=8), flat=links(2, per_s=1e5))
+        quick, slow = (replace(WORK, forward_s=0, backward_s=0, rest_s=rest) for rest in (0.0, 2.0))
+        more = step_seconds(one, place, slow) - step_seconds(one, place, quick)
+        assert more == pytest.approx(1.0)
+
+    def test_the_way_back_has_bits_of_its_own(self) -> None:
+        """2 ranks: half of the values out at 4 bits, half back at 16."""
+        own = replace(cost("dqsg:bits=4"), bits_back=16.0)
+        found = predict(Strategy(codec="dqsg:bits=4"), cluster(2, own), WORK)
+        values = WORK.values / 2
+        assert found.sent_bytes == pytest.approx(values * (4 + 16) / 8 + 4 * 64)
+
+    def test_a_backend_that_adds_slowly_takes_longer(self) -> None:
+        quick = cost("fp16", bits=16)
+        slow = replace(quick, reduce=Line(start_s=0.0, per_s=1e6))
+        one, load = Strategy(codec="fp16"), replace(WORK, buckets=WORK.buckets[1:])
+        times = [step_seconds(one, cluster(2, own), load) for own in (quick, slow)]
+        assert times[1] - times[0] == pytest.approx(0.5)  # 500,000 values behind the last bucket
+
+    def test_memory_by_hand(self) -> None:
+        """1.5 million values, 4 bits: 20 + 2·0.5 bytes a value and the owner's fp32 chunk."""
+        place = cluster(2, cost("dqsg:bits=4"), lanes=1)
+        ssd = Strategy(codec="dqsg:bits=4", schedule="ssd", period=4)
+        assert predict(ssd, place, WORK).memory_bytes == 21 * 1.5e6 + 4 * 0.75e6
+        hook = Strategy(codec="dqsg:bits=4")
+        assert predict(hook, place, WORK).memory_bytes == (2 * 0.5 + 2) * 1e6
+        assert predict(Strategy(), place, WORK).memory_bytes == 0
+
     def test_local_steps_pay_for_the_wire_once_a_period(self) -> None:
         one = Strategy(schedule="local", period=10)
         whole = 4 * WORK.values / 1e6
@@ -378,6 +431,11 @@ class TestMeanError:
             if (row["pair"], row["ranks"], row["kind"]) == (pair_text, n, kind):
                 return row
         raise LookupError(pair_text, n, kind)
+
+
+def test_the_slowest_tenth_does_not_count() -> None:
+    assert usual([*[1.0] * 5, *[2.0] * 4, 100.0]) == pytest.approx(13 / 9)
+    assert usual([3.0]) == 3.0
 
 
 def test_more_bits_are_more_bytes() -> None:
