@@ -1,0 +1,122 @@
+"""laconic race: what it does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+from laconic.cli._common import FAILED, leave
+from laconic.cli._race_view import View, table
+from laconic.errors import ConfigError
+from laconic.lab import missing
+from laconic.lab._rootless import can_enter, enter
+from laconic.race import COURSES, Race, Settings, Watcher, entries, race, seconds_to_target
+
+_WIDTH = 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """The options as given; None is what the data set's course says."""
+
+    strategies: str
+    data: str
+    folder: Path | None
+    steps: int | None
+    batch: int | None
+    lr: float | None
+    target: float | None
+    seed: int
+    workers: int
+    rate: str
+    save: Path | None
+    report: Path | None
+    as_json: bool
+
+    def settings(self) -> Settings:
+        """With the course's in all gaps."""
+        course = COURSES.get(self.data)
+        if course is None:
+            raise ConfigError(f"--data is one of {', '.join(COURSES)}, not {self.data!r}")
+        return Settings(
+            data=self.data,
+            workers=self.workers,
+            rate=self.rate,
+            steps=course.steps if self.steps is None else self.steps,
+            batch=course.batch if self.batch is None else self.batch,
+            lr=course.lr if self.lr is None else self.lr,
+            seed=self.seed,
+            target=course.target if self.target is None else self.target,
+        )
+
+
+def run(wishes: Wishes) -> None:
+    """Race, show, report."""
+    settings, chosen = wishes.settings(), entries(wishes.strategies)
+    _check_files(wishes)
+    lacking = missing()
+    if lacking and can_enter():
+        enter()
+    if wishes.as_json:
+        found = race(settings, chosen, folder=wishes.folder, save=wishes.save)
+        _report(found, wishes.report)
+        print(json.dumps(asdict(found), indent=1))
+        _check_replicas(found)
+        return
+    console = Console()
+    console.width = max(_WIDTH, console.width)
+    if lacking:
+        console.print(f"[yellow]Links cannot be shaped here, so times are predicted:[/] {lacking}")
+    with View(console, settings, chosen) as view:
+        watcher = Watcher(
+            note=view.note,
+            planned=view.planned,
+            started=view.started,
+            moved=view.moved,
+            ended=view.ended,
+        )
+        found = race(settings, chosen, folder=wishes.folder, save=wishes.save, watcher=watcher)
+    console.print(table(found, chosen))
+    console.print(f"[bold green]{found.verdict}[/]", highlight=False)
+    _say_next(console, found)
+    if wishes.report:
+        _report(found, wishes.report)
+        console.print(f"Figures: {wishes.report}", highlight=False, soft_wrap=True)
+    _check_replicas(found)
+
+
+def _check_files(wishes: Wishes) -> None:
+    """Before anything is run."""
+    for path in filter(None, (wishes.save, wishes.report)):
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"no folder {path.parent}: make it first")
+    if wishes.report and find_spec("plotly") is None:
+        raise ConfigError(
+            "the report needs plotly: pip install 'laconic[race]', or give --no-report"
+        )
+
+
+def _report(found: Race, path: Path | None) -> None:
+    if path:
+        from laconic.report import write
+
+        write(found, path)
+
+
+def _say_next(console: Console, found: Race) -> None:
+    """The line of the one that was first."""
+    times = {lane.code: seconds_to_target(found, lane) for lane in found.lanes}
+    arrived = {code: seconds for code, seconds in times.items() if seconds is not None}
+    if arrived:
+        code = min(arrived, key=lambda code: arrived[code])
+        console.print(f"In your own script: {code}", highlight=False, markup=False)
+
+
+def _check_replicas(found: Race) -> None:
+    odd = [lane.name for lane in found.lanes if not lane.same_bits]
+    if odd:
+        leave(f"replicas of {', '.join(odd)} ended with different weights: a bug", FAILED)

@@ -1,0 +1,203 @@
+"""Pictures to learn from: digits that ship with scikit-learn, or files of a local folder.
+
+Pictures stay bytes, and become numbers batch by batch: CIFAR-10 is 0.6 GB as floats, on each rank.
+"""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from laconic.errors import ConfigError
+
+_FASHION = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Pictures (n, channels, height, width) as bytes, their classes, and how to scale them."""
+
+    pictures: Tensor
+    labels: Tensor
+    mean: float
+    deviation: float
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def at(self, index: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Some of them as numbers of mean 0 and deviation 1, and their classes."""
+        values = self.pictures[index].float()
+        return values.sub_(self.mean).div_(self.deviation), self.labels[index]
+
+    def share(self, rank: int, size: int) -> Pictures:
+        """Every size-th."""
+        return self._of(slice(rank, None, size))
+
+    def _of(self, index: Tensor | slice) -> Pictures:
+        return Pictures(
+            pictures=self.pictures[index].contiguous(),
+            labels=self.labels[index].contiguous(),
+            mean=self.mean,
+            deviation=self.deviation,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """A training and a test set."""
+
+    training: Pictures
+    testing: Pictures
+
+
+def load(name: str, folder: Path | None = None) -> Data:
+    """A data set by its name; ConfigError says where its files should be."""
+    if name not in LOADERS:
+        raise ConfigError(f"data sets are {', '.join(LOADERS)}, not {name!r}")
+    return LOADERS[name](folder)
+
+
+def digits(folder: Path | None = None) -> Data:
+    """scikit-learn's 1,797 handwritten digits of 8 × 8; every fifth is for testing."""
+    if folder is not None:
+        raise ConfigError("digits come with scikit-learn: leave out --folder, or give --data")
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ConfigError(
+            "digits come with scikit-learn, which is not installed: pip install 'laconic[race]'"
+        ) from None
+    bunch: Any = load_digits()
+    pictures = torch.from_numpy(bunch.images.astype(np.uint8)).unsqueeze(1)
+    labels = torch.from_numpy(bunch.target).long()
+    every = _scaled(pictures, labels)
+    number = torch.arange(len(labels))
+    return Data(training=every._of(number % 5 != 0), testing=every._of(number % 5 == 0))
+
+
+def fashion_mnist(folder: Path | None = None) -> Data:
+    """Four idx files, packed or not, in the folder or where torchvision puts them inside it."""
+    given = folder or _FASHION
+    for place in (given, given / "FashionMNIST" / "raw", given / "raw"):
+        if _idx_file(place, "train-images-idx3-ubyte"):
+            return _data(*(_idx_part(place, part) for part in ("train", "t10k")))
+    raise ConfigError(
+        f"Fashion-MNIST is not in {given}: give --folder with its four idx files (train-images-"
+        "idx3-ubyte.gz, ..) or torchvision's folder; Debian has them: apt install "
+        "dataset-fashion-mnist"
+    )
+
+
+def cifar10(folder: Path | None = None) -> Data:
+    """The five batches and the test batch of the Python or the binary version."""
+    given = folder or Path("cifar-10-batches-py")
+    names = [f"data_batch_{i}" for i in range(1, 6)]
+    for place in (given, given / "cifar-10-batches-py", given / "cifar-10-batches-bin"):
+        for ending, read in (("", _pickled), (".bin", _records)):
+            files = [place / f"{name}{ending}" for name in (*names, "test_batch")]
+            if all(file.is_file() for file in files):
+                parts = [read(file) for file in files]
+                training = tuple(np.concatenate(arrays) for arrays in zip(*parts[:5], strict=True))
+                return _data((training[0], training[1]), parts[5])
+    raise ConfigError(
+        f"CIFAR-10 is not in {given}: give --folder with the batches of its Python or binary "
+        "version (cifar-10-batches-py, as torchvision unpacks it)"
+    )
+
+
+LOADERS: dict[str, Callable[[Path | None], Data]] = {
+    "digits": digits,
+    "fashion-mnist": fashion_mnist,
+    "cifar10": cifar10,
+}
+
+
+def _data(training: tuple[np.ndarray, np.ndarray], testing: tuple[np.ndarray, np.ndarray]) -> Data:
+    learnt = _scaled(*_tensors(*training))
+    pictures, labels = _tensors(*testing)
+    kept = Pictures(pictures=pictures, labels=labels, mean=learnt.mean, deviation=learnt.deviation)
+    return Data(training=learnt, testing=kept)
+
+
+def _tensors(pictures: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(pictures), torch.from_numpy(labels.astype(np.int64))
+
+
+def _scaled(pictures: Tensor, labels: Tensor) -> Pictures:
+    """By the mean and deviation of all values, from a histogram: no copy as floats."""
+    counts = torch.bincount(pictures.flatten(), minlength=256).double()
+    values = torch.arange(256).double()
+    mean = float((counts * values).sum() / counts.sum())
+    variance = float((counts * (values - mean).square()).sum() / counts.sum())
+    return Pictures(pictures=pictures, labels=labels, mean=mean, deviation=variance**0.5 or 1.0)
+
+
+def _idx_file(folder: Path, name: str) -> Path | None:
+    return next((file for file in (folder / name, folder / f"{name}.gz") if file.is_file()), None)
+
+
+def _idx_part(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
+    pictures, labels = (
+        _idx(folder, f"{name}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1")
+    )
+    if pictures.ndim != 3 or len(pictures) != len(labels):
+        raise ConfigError(f"the files of {name} in {folder} do not fit together")
+    return pictures[:, None], labels
+
+
+def _idx(folder: Path, name: str) -> np.ndarray:
+    """An idx file: 0, 0, the type (8: bytes), the number of sizes, the sizes, the values."""
+    file = _idx_file(folder, name)
+    if file is None:
+        raise ConfigError(f"{folder} has no {name}.gz")
+    try:
+        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    sizes = np.frombuffer(data[4 : 4 + 4 * data[3]], ">u4") if len(data) > 4 else np.empty(0)
+    values = np.frombuffer(data, np.uint8, offset=min(len(data), 4 + 4 * len(sizes)))
+    if data[:3] != b"\0\0\x08" or len(values) != np.prod(sizes.astype(np.int64)):
+        raise ConfigError(f"{file} is no idx file of bytes, or was cut")
+    return values.reshape(*map(int, sizes)).copy()
+
+
+def _records(file: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The binary version: a class and 3,072 values each."""
+    found = np.fromfile(file, np.uint8)
+    if len(found) % 3073:
+        raise ConfigError(f"{file} was cut: its records have 3073 bytes")
+    rows = found.reshape(-1, 3073)
+    return rows[:, 1:].reshape(-1, 3, 32, 32).copy(), rows[:, 0].copy()
+
+
+def _pickled(file: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The Python version: a pickled dictionary of arrays, and nothing else is let in."""
+    with file.open("rb") as stream:
+        try:
+            found = _ArraysOnly(stream, encoding="bytes").load()
+            return found[b"data"].reshape(-1, 3, 32, 32).copy(), np.array(found[b"labels"])
+        except (pickle.UnpicklingError, EOFError, KeyError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{file} is no batch of CIFAR-10: {error}") from error
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """A pickle can run anything; this one can make NumPy arrays."""
+
+    def __init__(self, stream: IO[bytes], **options: Any) -> None:
+        super().__init__(stream, **options)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in ("_reconstruct", "ndarray", "dtype") and module.split(".")[0] == "numpy":
+            return getattr(np, name, None) or np.zeros(0).__reduce__()[0]
+        if (module, name) == ("_codecs", "encode"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it wants {module}.{name}")

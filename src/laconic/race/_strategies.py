@@ -1,0 +1,112 @@
+"""The strategies that race: short names, or any text that `lc.compress` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import laconic as lc
+from laconic.codecs._spec import split
+from laconic.errors import ConfigError
+from laconic.planner import Strategy
+
+PLAIN = "fp32"
+SHORT = {
+    "fp16": "fp16",
+    "qsgd": "qsgd:bits=4",
+    "dqsg": "dqsg:bits=4",
+    "global": "global:bits=8",
+    "ecdq": "ecdq:error=0.08",
+}
+DEFAULT = (PLAIN, *SHORT, "ssd+ecdq", "auto")
+_AUTO, _SSD, _PERIOD = "auto", "ssd+", 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A strategy under its name; `plan` is what the planner calls it, None for auto."""
+
+    name: str
+    plan: Strategy | None
+    text: str = ""  # of its codec, as short as it was given
+
+    @property
+    def strategy(self) -> str:
+        """As laconic understands it."""
+        if self.plan is None:
+            return _AUTO
+        return str(self.plan).replace(self.plan.codec, self.text) if self.text else str(self.plan)
+
+    @property
+    def code(self) -> str:
+        """The line that turns it on."""
+        if self.plan is None:
+            return 'lc.compress(model, "auto")'
+        return self.plan.code.replace(self.plan.codec, self.text) if self.text else self.plan.code
+
+    @property
+    def codec(self) -> str | None:
+        """Its codec's text; None for plain DDP and auto."""
+        return None if self.plan is None or self.plan.codec == "none" else self.plan.codec
+
+
+def entry(name: str) -> Entry:
+    """The strategy of that name; ConfigError says what there is."""
+    if name == PLAIN:
+        return Entry(name=name, plan=Strategy())
+    if name == _AUTO:
+        return Entry(name=name, plan=None)
+    delayed, text = name.startswith(_SSD), name.removeprefix(_SSD)
+    try:
+        codec, _, exchange = SHORT.get(text, text).partition("@")
+        if not delayed:
+            plan = Strategy(codec=codec, exchange=exchange)
+        else:
+            plan = Strategy(codec=codec, schedule="ssd", period=_PERIOD)
+        return Entry(name=name, plan=plan, text=codec)
+    except ConfigError as error:
+        known = ", ".join(DEFAULT)
+        raise ConfigError(
+            f"{name!r} is no strategy: {error}; there are {known}, ssd+CODEC, and all texts of "
+            "lc.compress, such as dqsg:bits=2@allgather"
+        ) from error
+
+
+def entries(text: str) -> tuple[Entry, ...]:
+    """Strategies between commas, each once.
+
+    >>> [one.strategy for one in entries("fp32,ecdq:error=0.1,coder=rans,ssd+dqsg")]
+    ['plain DDP', 'ecdq:error=0.1,coder=rans', 'ssd k=4 dqsg:bits=4']
+    """
+    names = split(text)
+    found = tuple(entry(name) for name in dict.fromkeys(names))
+    if not found:
+        raise ConfigError(f"name a strategy: {', '.join(DEFAULT)}")
+    return found
+
+
+def turned_on(
+    one: Entry, model: nn.Module, optimizer: Optimizer, seed: int
+) -> tuple[nn.Module, Any, Any]:
+    """What to call, what to step, and what has counters (None for plain DDP)."""
+    plan = one.plan
+    if plan is not None and plan.schedule == "ssd":
+        ssd = lc.SSD(
+            optimizer,
+            model,
+            period=plan.period,
+            warmup_steps=0,
+            codec=plan.codec,
+            pull_codec=None if plan.codec == "none" else plan.codec,
+            seed=seed,
+        )
+        return model, ssd, ssd
+    replicas = DistributedDataParallel(model)
+    if one.name == PLAIN:
+        return replicas, optimizer, None
+    text = _AUTO if plan is None else plan.spec
+    return replicas, optimizer, lc.compress(replicas, text, seed=seed)
