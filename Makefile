@@ -5,22 +5,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+JOBS ?= 2
+RACE := $(VENV)/.race
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test fuzz long bench lint format clean
+.PHONY: help venv demo test docs fuzz long bench lint format clean
 
 help: ## Say what the targets do
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 venv: $(STAMP) ## Create or update .venv
 
-demo: $(STAMP) ## Four workers train with several codecs; then all codecs: bits, error, speed
-	$(BIN)/python examples/digits_train.py
-	$(BIN)/python examples/digits_codecs.py
+demo: $(RACE) ## Race: eight strategies over thin links, a verdict, report.html (2 minutes)
+	$(BIN)/laconic race
 
 # The cap keeps oneDNN off instructions that some virtual machines announce and do not have.
 test: lint ## Lint, then run all tests
-	ONEDNN_MAX_CPU_ISA=AVX512_CORE $(BIN)/python -m pytest -q
+	ONEDNN_MAX_CPU_ISA=AVX512_CORE $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
+docs: $(STAMP) ## Build the documents' site in build/site; warnings are errors
+	$(BIN)/mkdocs build --strict
 
 fuzz: $(STAMP) ## A million hostile streams for every coder (about 6 minutes)
 	$(BIN)/python tests/fuzz.py
@@ -48,10 +52,19 @@ clean: ## Remove caches and builds, but not .venv
 
 # -c always: the versions are part of what the tests check, and an unpinned torch can bring
 # gigabytes that nothing here uses.
-$(STAMP): pyproject.toml constraints.txt
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "laconic needs Python 3.11 or newer, and $(PYTHON) is not: try make PYTHON=python3.11" >&2; \
 		exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[dev]'
+	touch $@ $(RACE)
+
+# what the demo needs, without the tools of developers
+$(RACE): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e '.[race]'
 	touch $@
