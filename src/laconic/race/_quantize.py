@@ -40,7 +40,7 @@ def quantized(network: nn.Module, workers: int) -> Iterator[Quantized]:
 
 def _family(spec: str) -> str:
     name, _, settings = spec.partition(":")
-    return f"{name}, rans" if "rans" in settings else name
+    return f"{name}+rans" if "rans" in settings else name
 
 
 def _once(own: Any, x: Tensor, number: int, workers: int) -> tuple[float, float]:
