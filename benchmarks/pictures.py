@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks._bar_plot import bar_plot
 from benchmarks._line_plot import Axis, Series, line_plot
+from benchmarks._race_tables import race_picture
 from benchmarks._rows import RESULTS
 from benchmarks._step_tracks import track
 from benchmarks._time_plot import time_plot
@@ -302,6 +303,7 @@ def timelines() -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
+    "race": race_picture,
     "steps": steps,
     "error-bits-dense": lambda: error_bits("transformer", "a transformer's gradient", 4.3),
     "error-bits-sparse": lambda: error_bits("cnn", "a CNN's sparse gradient", 4.3),

@@ -11,12 +11,12 @@ from typing import Any
 
 from benchmarks import _planner_tables as planner
 from benchmarks import _training_tables as training
+from benchmarks._race_tables import race_table, race_verdicts
 from benchmarks._rows import RESULTS
 
 DOC = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 README = Path(__file__).parent.parent / "README.md"
 
-_START, _END = "<!-- kernels -->", "<!-- end -->"
 _SHOWN = (
     "qsgd:bits=4,block=512",
     "dqsg:bits=2,block=512",
@@ -244,6 +244,13 @@ What it says:
 - Where gradients have much in common, knowing κ turns the error that averages away into fewer bits
   on the way out.
 - Between 8 nodes of 8, int8 sums are useful again.
+
+## Kernels, in short
+
+Encode / decode-add, stochastic rounding and one scale per 512 values included; the next two
+sections have all rows and the commands.
+
+{_summary()}
 
 ## CPU
 
@@ -500,7 +507,8 @@ def readme() -> str:
     """The README with its tables made anew."""
     text = README.read_text()
     for start, end, made in (
-        (_START, _END, _summary()),
+        ("<!-- race -->", "<!-- race end -->", race_table()),
+        ("<!-- verdicts -->", "<!-- verdicts end -->", race_verdicts()),
         ("<!-- network -->", "<!-- network end -->", _ratios()),
     ):
         before, rest = text.split(start)

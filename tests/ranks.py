@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PATIENCE = timedelta(seconds=60)
+HEAVY = ("torch", "torch.distributed", "numba", "pytest")
 Job = Callable[[int], Any]
 Answers = dict[tuple[int, str], Any]
 
@@ -26,7 +27,7 @@ def processes() -> Any:
     that it was first started with.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numba", "pytest", "laconic"])
+    context.set_forkserver_preload([*HEAVY, "laconic.integrations", "laconic.schedules"])
     return context
 
 

@@ -202,7 +202,7 @@ def test_a_wrong_command_is_seen(line: str, match: str) -> None:
         "laconic plan --help",
         "make test bench GRADIENTS=file.npz",
         "cd somewhere && make demo",
-        "python examples/digits_train.py",
+        "python examples/parameter_server.py",
         "pip install 'laconic[cli,plot]'",
         "python -m pytest -s -k digits tests/test_fsdp.py",
     ],

@@ -15,9 +15,9 @@ import laconic
 
 PACKAGE = Path(laconic.__file__).parent
 
-# each layer imports from its own row and from rows above only; missing ones are still to come
+# each layer imports from its own row and from rows above only
 LAYERS = (
-    ("errors", "_key", "_version"),
+    ("errors", "_key", "_version", "_units"),
     ("kernels",),
     ("_wire",),
     ("coders",),
@@ -26,7 +26,9 @@ LAYERS = (
     ("server",),
     ("schedules",),
     ("integrations",),
-    ("planner", "lab", "report"),
+    ("planner", "lab", "bench", "testing"),
+    ("race",),
+    ("report",),
     ("cli", "__main__"),
 )
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import laconic as lc
+from laconic._units import parse_count, parse_rate, parse_seconds, rate, seconds, size
 from laconic.planner import MACHINES, Line, Links, Machine, Paper, machine, paper_workload
 from laconic.planner import _figures as figures
 from laconic.planner._levels import level_distance, rounding_error, with_levels
 from laconic.planner._paper import codec_costs
-from laconic.planner._units import parse_count, parse_rate, parse_seconds, rate, seconds, size
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 

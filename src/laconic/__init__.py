@@ -2,67 +2,80 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from laconic import integrations, server
-from laconic._key import Key
 from laconic._version import __version__
-from laconic._wire import Wire
-from laconic.codecs import (
-    BF16,
-    DQSG,
-    ECDQ,
-    FP16,
-    NDQSG,
-    QSGD,
-    Codec,
-    Feedback,
-    Global,
-    GlobalExp,
-    Place,
-    QSGDTopK,
-    Rotate,
-    Uncompressed,
-    codec,
-    codecs,
-    wrappers,
-)
 from laconic.errors import ConfigError, LaconicError, LostError, WireError
-from laconic.exchanges import (
-    AllGather,
-    AllReduce,
-    Exchange,
-    Hierarchical,
-    Nested,
-    Ring,
-    ScatterReduce,
-    Sparse,
-    Tree,
-    exchanges,
-    pair,
-)
-from laconic.integrations import FSDPHandle, Handle, HookState, Policy, Stats, comm_hook
-from laconic.schedules import (
-    DCASGD,
-    GLU,
-    QSVRG,
-    SSD,
-    AdamRule,
-    AsyncSGD,
-    HeavyBall,
-    LocalSGD,
-    LocalSGDRule,
-    MomentumRule,
-    Nesterov,
-)
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # all of these are imported when first used: see __getattr__
     from collections.abc import Sequence
 
     from torch import nn
 
+    from laconic import server
+    from laconic._key import Key
+    from laconic._wire import Wire
+    from laconic.codecs import (
+        BF16,
+        DQSG,
+        ECDQ,
+        FP16,
+        NDQSG,
+        QSGD,
+        Codec,
+        Feedback,
+        Global,
+        GlobalExp,
+        Place,
+        QSGDTopK,
+        Rotate,
+        Uncompressed,
+        codec,
+        codecs,
+        register_codec,
+        wrappers,
+    )
+    from laconic.exchanges import (
+        AllGather,
+        AllReduce,
+        Exchange,
+        Hierarchical,
+        Nested,
+        Ring,
+        ScatterReduce,
+        Sparse,
+        Tree,
+        exchanges,
+        pair,
+    )
     from laconic.exchanges._policy import Chooser
+    from laconic.integrations import (
+        AllRanks,
+        FSDPHandle,
+        Handle,
+        HookState,
+        Policy,
+        Stats,
+        comm_hook,
+        log_stats,
+    )
     from laconic.planner._auto import Auto
+    from laconic.schedules import (
+        DCASGD,
+        GLU,
+        QSVRG,
+        SSD,
+        AdamRule,
+        AsyncSGD,
+        HeavyBall,
+        LocalSGD,
+        LocalSGDRule,
+        MomentumRule,
+        Nesterov,
+    )
 
 __all__ = [
     "BF16",
@@ -77,6 +90,7 @@ __all__ = [
     "SSD",
     "AdamRule",
     "AllGather",
+    "AllRanks",
     "AllReduce",
     "AsyncSGD",
     "Codec",
@@ -116,10 +130,42 @@ __all__ = [
     "comm_hook",
     "compress",
     "exchanges",
+    "log_stats",
     "pair",
+    "register_codec",
     "server",
     "wrappers",
 ]
+
+# where public names live, in the order of layers; the first that has a name is asked
+_HOMES = ("_key", "_wire", "codecs", "exchanges", "integrations", "schedules")
+_FUNCTIONS = ("codecs", "exchanges")  # that share their name with a package of laconic
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when first used: `laconic --help` does not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "server":
+        return import_module("laconic.server")
+    homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
+    value = next(getattr(home, name) for home in homes if hasattr(home, name))
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: object) -> None:
+        # importing laconic.codecs would put the package in the place of the function
+        if name not in _FUNCTIONS or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 @overload
@@ -182,7 +228,9 @@ def compress(
                 'error= and candidates= are for "auto"; a codec has its own, as in '
                 '"ecdq:error=0.08"'
             )
-        return integrations.compress(model, spec, **others, **common)
+        from laconic.integrations import compress as turn_on
+
+        return turn_on(model, spec, **others, **common)
     if spec.strip() != "auto":
         raise ConfigError(
             f'{spec!r}: "auto" stands alone; its settings are arguments, as in '

@@ -1,37 +1,33 @@
-"""The command line: `laconic`, or `python -m laconic`."""
+"""The command line: `laconic`, or `python -m laconic`.
+
+A command is declared in a light module (`_plan.py`: options, help, examples), which imports what
+does the work (`_plan_run.py`) only when it is called. So `--help` and completion are quick.
+Exit codes: 0 fine, 1 something failed, 2 the input is to blame, 130 interrupted.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import Any
 
-import typer
-
-from laconic._version import __version__
-from laconic.cli._lab import lab
-from laconic.cli._plan import plan_command
-from laconic.cli._probe import probe_command
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    help="Data-parallel PyTorch training over thin wires.",
-    pretty_exceptions_enable=False,
-)
-app.add_typer(lab, name="lab")
-app.command("probe")(probe_command)
-app.command("plan")(plan_command)
-
-
-@app.callback(invoke_without_command=True)
-def version(
-    show: Annotated[bool, typer.Option("--version", help="Say which, and stop.")] = False,
-) -> None:
-    """Data-parallel PyTorch training over thin wires."""
-    if show:
-        print(__version__)
-        raise typer.Exit
+_NEEDED = ("typer", "rich", "click")  # the extra `cli`
 
 
 def main() -> None:
     """The entry point."""
-    app()
+    try:
+        from laconic.cli._app import app
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in _NEEDED:
+            raise
+        sys.exit(f"laconic: {error.name} is not installed: pip install 'laconic[cli]'")
+    app(prog_name="laconic")
+
+
+def __getattr__(name: str) -> Any:
+    """`app`, imported when asked for: it needs typer."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from laconic.cli._app import app
+
+    return app

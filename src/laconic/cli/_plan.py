@@ -1,232 +1,119 @@
-"""laconic plan: what strategies are predicted to take, on a probed cluster or on paper."""
+"""laconic plan: its options."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from laconic.cli._common import leave
-from laconic.cli._plot import write_plot
-from laconic.errors import ConfigError, LaconicError
-from laconic.planner import (
+from laconic.cli._common import Json, examples
+from laconic.cli._names import (
+    DEVICES,
     MACHINES,
-    Choice,
-    Machine,
-    Paper,
-    Plan,
-    Probe,
-    Workload,
-    machine,
-    paper_workload,
-    plan,
-    resized,
+    complete_device,
+    complete_dtype,
+    complete_machine,
 )
-from laconic.planner._figures import MEMORY, NVLINK, NVLINK_LATENCY_S
-from laconic.planner._plan import At
-from laconic.planner._units import parse_count, parse_rate, parse_seconds, rate, seconds, size
 
-_SHOWN, _SHOWN_ABOVE = 12, 4  # strategies within the error budget, and above it
-_WIDTH = 120  # of the table; narrower terminals wrap its lines
+EPILOG = examples(
+    "laconic plan --probe probe.json",
+    "laconic plan --probe probe.json --params 125m --compute 300ms --plot plan.html",
+    "laconic plan --machine p4d.24xlarge --workers 64 --params 7b --compute 400ms --dtype bf16",
+    "laconic plan --link 25gbit --latency 30us --gpus-per-node 8 --params 7b --compute 400ms",
+)
+_MODEL, _PAPER, _OUTPUT = "The model", "A cluster on paper", "What is shown"
 
 
 def plan_command(
-    probe: Annotated[Path | None, typer.Option(help="What laconic probe wrote.")] = None,
-    machine_name: Annotated[
-        str | None, typer.Option("--machine", help=f"Of these: {', '.join(MACHINES)}.")
+    probe: Annotated[
+        Path | None, typer.Option(help="What laconic probe wrote: nothing of a cluster on paper.")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="How many, 2 to 4096.", show_default="those of the probe; two nodes on paper"
+        ),
+    ] = None,
+    error: Annotated[float, typer.Option(help="NMSE of the mean that you allow.")] = 0.1,
+    params: Annotated[
+        str | None,
+        typer.Option(help="Of the model: 125m, 7b.", rich_help_panel=_MODEL),
+    ] = None,
+    compute: Annotated[
+        str | None, typer.Option(help="A step alone: 400ms.", rich_help_panel=_MODEL)
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Of gradients: fp32, bf16, fp16.",
+            rich_help_panel=_MODEL,
+            autocompletion=complete_dtype,
+        ),
+    ] = "fp32",
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of these: {', '.join(MACHINES)}.",
+            rich_help_panel=_PAPER,
+            autocompletion=complete_machine,
+        ),
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="A node's NIC: 100mbit, 25gbit.", rich_help_panel=_PAPER)
+    ] = None,
+    latency: Annotated[
+        str | None, typer.Option(help="Between nodes: 30us, 10ms.", rich_help_panel=_PAPER)
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="Workers that share a NIC.", rich_help_panel=_PAPER)
+    ] = None,
+    inside: Annotated[
+        str | None,
+        typer.Option(
+            help="Between workers of a node, one direction: 2400gbit.", rich_help_panel=_PAPER
+        ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help=f"Of these: {', '.join(MEMORY)}; h100 if not given.")
+        str | None,
+        typer.Option(
+            help=f"Of these: {', '.join(DEVICES)}.",
+            show_default="the machine's, or h100",
+            rich_help_panel=_PAPER,
+            autocompletion=complete_device,
+        ),
     ] = None,
-    link: Annotated[str | None, typer.Option(help="A node's NIC: 100mbit, 25gbit.")] = None,
-    latency: Annotated[str | None, typer.Option(help="Between nodes: 30us, 10ms.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="Workers that share a NIC.")] = None,
-    inside: Annotated[
-        str | None, typer.Option(help="Between workers of a node, one direction: 2400gbit.")
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Write step times over rates, HTML.", rich_help_panel=_OUTPUT),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="How many, 2 to 4096.")] = None,
-    params: Annotated[str | None, typer.Option(help="Of the model: 125m, 7b.")] = None,
-    compute: Annotated[str | None, typer.Option(help="A step alone: 400ms.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of gradients: fp32, bf16, fp16.")] = "fp32",
-    error: Annotated[float, typer.Option(help="NMSE of the mean that you allow.")] = 0.1,
-    plot: Annotated[Path | None, typer.Option(help="Write step times over rates, HTML.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Show all strategies.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="All of it, as JSON.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="All strategies.", rich_help_panel=_OUTPUT)
+    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Predict which strategies pay, and from which link rate on.
-
-    \b
-    laconic plan --probe probe.json
-    laconic plan --probe probe.json --params 125m --compute 300ms --plot plan.html
-    laconic plan --machine p4d.24xlarge --workers 64 --params 7b --compute 400ms --dtype bf16
-    laconic plan --link 25gbit --latency 30us --gpus-per-node 8 --workers 64 --params 7b \
---compute 400ms
 
     From a probe with a model nothing else is needed. On paper, options change a machine's figures;
     without --machine give --link at least.
     """
-    paper = {"--machine": machine_name, "--device": device, "--link": link, "--latency": latency}
-    paper |= {"--gpus-per-node": gpus_per_node, "--inside": inside}
-    try:
-        asked = None if params is None and compute is None else _workload(params, compute, dtype)
-        if probe is not None:
-            extra = [name for name, value in paper.items() if value is not None]
-            if extra:
-                raise ConfigError(f"a probe has its own figures: leave out {', '.join(extra)}")
-            job = _probed(probe, asked, workers)
-        else:
-            job = _on_paper(paper, asked, workers)
-        found = plan(job.at(1.0), job.workload, error=error, link_bit_s=job.link_bit_s, at=job.at)
-        if plot is not None:
-            write_plot(plot, found, job.workload, job.at)
-    except LaconicError as problem:
-        leave(str(problem), 2)
-    except OSError as problem:
-        leave(f"{plot} cannot be written: {problem}", 2)
-    if as_json:
-        print(json.dumps(as_dict(found)))
-        return
-    _show(found, job, every)
+    from laconic.cli._plan_run import Paperwork, run
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    at: At
-    workload: Workload
-    link_bit_s: float | None
-    title: str
-
-
-def _probed(path: Path, asked: Workload | None, workers: int | None) -> _Job:
-    found = Probe.load(path)
-    workload = asked or found.workload
-    if workload is None:
-        raise ConfigError(
-            "this probe has no model: give --params 125m --compute 300ms, or probe with --model"
-        )
-    cluster, changed = resized(found.cluster, workload, workers or found.cluster.workers)
-    assert changed is not None
-    count = f"{found.cluster.workers} probed" if workers else "as probed"
-    title = f"{cluster.workers} workers ({count}), {found.machine}"
-    return _Job(at=cluster.faster, workload=changed, link_bit_s=None, title=title)
-
-
-def _on_paper(given: dict[str, Any], asked: Workload | None, workers: int | None) -> _Job:
-    if given["--machine"] is None and given["--link"] is None:
-        raise ConfigError(
-            "give --probe probe.json (laconic probe makes it), --machine p4d.24xlarge, or --link "
-            "25gbit"
-        )
-    if asked is None:
-        raise ConfigError("give the model: --params 7b --compute 400ms")
-    figures = _figures(given)
-    count = workers if workers is not None else 2 * figures.per_node
-    paper = Paper(machine=figures, workers=count)
-    nodes = -(-count // figures.per_node)
-    title = (
-        f"{count} workers on {nodes} {'node' if nodes == 1 else 'nodes'}, {figures.device}, "
-        f"{rate(figures.link_bit_s)} a node; on paper"
+    paper = Paperwork(
+        machine=machine,
+        device=device,
+        link=link,
+        latency=latency,
+        gpus_per_node=gpus_per_node,
+        inside=inside,
     )
-    return _Job(at=paper.cluster, workload=asked, link_bit_s=paper.link_bit_s, title=title)
-
-
-def _figures(given: dict[str, Any]) -> Machine:
-    """A machine's, changed by what was said."""
-    if given["--machine"] is not None:
-        figures = machine(given["--machine"])
-    else:
-        figures = _node((given["--device"] or "h100").lower())
-    changes: dict[str, Any] = {}
-    if given["--device"] is not None:
-        changes["device"] = given["--device"].lower()
-    if given["--link"] is not None:
-        changes["link_bit_s"] = parse_rate(given["--link"])
-    if given["--latency"] is not None:
-        changes["latency_s"] = parse_seconds(given["--latency"])
-    if given["--gpus-per-node"] is not None:
-        changes["per_node"] = given["--gpus-per-node"]
-    if given["--inside"] is not None:
-        changes["inside_byte_s"] = parse_rate(given["--inside"]) / 8
-    return replace(figures, **changes)
-
-
-def _node(device: str) -> Machine:
-    """Of a device that has NVLink or not; what is not known of it is said by options."""
-    node = Machine(device=device, per_node=1, link_bit_s=1e9, latency_s=30e-6)
-    if device not in NVLINK:
-        return node
-    return replace(node, inside_byte_s=NVLINK[device], inside_latency_s=NVLINK_LATENCY_S)
-
-
-def _workload(params: str | None, compute: str | None, dtype: str) -> Workload:
-    if params is None or compute is None:
-        raise ConfigError("--params and --compute belong together: --params 7b --compute 400ms")
-    return paper_workload(parse_count(params), parse_seconds(compute), dtype)
-
-
-def as_dict(found: Plan) -> dict[str, Any]:
-    """For JSON: all fields, the verdict and the best."""
-    told = asdict(found)
-    return {**told, "verdict": found.verdict, "best": found.best.name, "code": found.best.code}
-
-
-def _show(found: Plan, job: _Job, every: bool) -> None:
-    console, work = Console(), job.workload
-    console.width = max(_WIDTH, console.width)
-    largest = max(bucket.values for bucket in work.buckets) * work.value_bytes
-    console.print(
-        f"{job.title}. {work.values:,} values, {seconds(work.compute_s)} of computation, "
-        f"{_buckets(work)} of up to {size(largest)}",
-        highlight=False,
-    )
-    title = f"A step, error of the mean up to {found.error:g}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    columns = "strategy", "step", "faster", "limit", "sent", "memory", "NMSE", "beats plain DDP"
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    shown = [
-        choice
-        for number, choice in enumerate(found.choices)
-        if every or number < _SHOWN or choice in (found.best, found.plain)
-    ]
-    for choice in shown:
-        table.add_row(*_cells(choice), style="bold" if choice is found.best else "")
-    above = found.above_error if every else found.above_error[:_SHOWN_ABOVE]
-    if above:
-        table.add_section()
-    for choice in above:
-        table.add_row(*_cells(choice), style="dim")
-    console.print(table)
-    if any(choice.changes_training for choice in found.choices):
-        console.print("* changes training, not only the gradient's precision")
-    if above:
-        console.print("Below the line: more error than that.")
-    hidden = len(found.choices) + len(found.above_error) - len(shown) - len(above)
-    if hidden:
-        console.print(f"{hidden} more: --all")
-    console.print(found.verdict, highlight=False, soft_wrap=True)
-    console.print(f"\n    {found.best.code}", highlight=False, soft_wrap=True)
-
-
-def _buckets(work: Workload) -> str:
-    return "1 bucket" if len(work.buckets) == 1 else f"{len(work.buckets)} buckets"
-
-
-def _cells(choice: Choice) -> tuple[str, ...]:
-    one = choice.prediction
-    return (
-        choice.name + (" *" if choice.changes_training else ""),
-        seconds(one.step_s),
-        f"{choice.speedup:.2f} x",
-        one.limit,
-        size(one.sent_bytes),
-        f"+{size(one.memory_bytes)}" if one.memory_bytes else "",
-        f"{one.error:.2g}" if one.error else "0",
-        "" if choice.break_even is None else str(choice.break_even),
+    run(
+        probe=probe,
+        paper=paper,
+        workers=workers,
+        model=(params, compute, dtype),
+        error=error,
+        plot=plot,
+        every=every,
+        as_json=as_json,
     )

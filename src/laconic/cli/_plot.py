@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from html import escape
 from pathlib import Path
+from typing import Any
 
+from laconic._units import rate, seconds
 from laconic.errors import ConfigError
-from laconic.planner import Plan, Workload
+from laconic.planner import Choice, Plan, Workload
 from laconic.planner._plan import At, Curves, rates
-from laconic.planner._units import rate
 
-_BEST = 6
+_KEPT, _CHANGED = 4, 3  # strategies shown: those that leave training as it is, and others
+# told apart by those who see fewer colours, too (Okabe and Ito)
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 0 auto;
+  padding: 1.5rem; }}
+h1 {{ font-size: 1.4rem; margin: 0; }}
+code {{ background: #f2f2f2; padding: 0.1em 0.4em; border-radius: 3px; overflow-wrap: anywhere; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{verdict}</p>
+<p><code>{code}</code></p>
+{figure}
+<p>* changes training, not only the gradient's precision. Predicted, not measured: links of other
+rates, everything else as it is.</p>
+</body>
+</html>
+"""
 
 
 def write_plot(path: Path, found: Plan, workload: Workload, at: At) -> None:
@@ -20,24 +49,79 @@ def write_plot(path: Path, found: Plan, workload: Workload, at: At) -> None:
         raise ConfigError("--plot needs plotly: pip install 'laconic[plot]'") from error
     curves, link = Curves(workload, at), found.link_bit_s
     x = rates(link)
-    plain = found.plain
-    shown = [one for one in found.choices if one is not plain][:_BEST]
     figure = go.Figure()
-    for choice in (plain, *shown):
-        strategy = choice.prediction.strategy
-        y = [curves.seconds(strategy, bit_s / link) for bit_s in x]
-        style = {"color": "black", "width": 3} if choice is plain else {}
+    colours = iter(_COLOURS)
+    for choice in _shown(found):
+        y = [curves.seconds(choice.prediction.strategy, bit_s / link) for bit_s in x]
+        style: dict[str, Any] = {"color": "black", "width": 3}
+        if choice is not found.plain:
+            dash = "dash" if choice.changes_training else "solid"
+            width = 3 if choice is found.best else 2
+            style = {"color": next(colours), "width": width, "dash": dash}
         name = choice.name + (" *" if choice.changes_training else "")
-        figure.add_scatter(x=x, y=y, name=name, mode="lines", line=style)
-    alone = [found.compute_s] * len(x)
+        _add_line(figure, x, y, name, style)
     dotted = {"color": "grey", "dash": "dot"}
-    figure.add_scatter(x=x, y=alone, name="computation alone", mode="lines", line=dotted)
-    figure.add_vline(x=link, line_dash="dash", annotation_text=f"now: {rate(link)}")
-    figure.update_layout(
-        title=f"{found.workers} workers. {found.verdict}",
-        xaxis={"title": "link, bit/s", "type": "log"},
-        yaxis={"title": "step, s", "type": "log"},
-        legend={"title": "* changes training"},
-        template="plotly_white",
+    _add_line(figure, x, [found.compute_s] * len(x), "computation alone", dotted)
+    figure.add_vline(x=link, line={"dash": "dash", "width": 1, "color": "grey"})
+    figure.add_annotation(  # in units of a logarithmic axis, unlike the line
+        x=math.log10(link),
+        y=1,
+        yref="paper",
+        yanchor="bottom",
+        text=f"now: {rate(link)}",
+        showarrow=False,
     )
-    figure.write_html(path, include_plotlyjs=True)
+    figure.update_layout(
+        xaxis={"title": "rate of a link", "type": "log", **_ticks(x, rate)},
+        yaxis={"title": "time of a step", "type": "log", **_ticks(_heights(figure), seconds)},
+        legend={"orientation": "h", "y": -0.2},
+        template="plotly_white",
+        hovermode="x unified",
+        height=560,
+        margin={"l": 70, "r": 20, "t": 40, "b": 20},
+    )
+    page = _PAGE.format(
+        title=f"Predicted step times of {found.workers} workers",
+        verdict=escape(found.verdict),
+        code=escape(found.best.code),
+        figure=figure.to_html(
+            full_html=False,
+            include_plotlyjs=True,
+            config={"displaylogo": False, "responsive": True},
+        ),
+    )
+    path.write_text(page)
+
+
+def _shown(found: Plan) -> list[Choice]:
+    """Plain DDP, the best, and the fastest of either kind."""
+    others = [one for one in found.choices if one not in (found.plain, found.best)]
+    kept = [one for one in others if not one.changes_training][:_KEPT]
+    changed = [one for one in others if one.changes_training][:_CHANGED]
+    best = [] if found.best is found.plain else [found.best]
+    return [found.plain, *best, *kept, *changed]
+
+
+def _add_line(
+    figure: Any, x: Sequence[float], y: Sequence[float], name: str, style: dict[str, Any]
+) -> None:
+    figure.add_scatter(
+        x=x,
+        y=y,
+        name=name,
+        mode="lines",
+        line=style,
+        customdata=[seconds(value) for value in y],
+        hovertemplate="%{customdata}",
+    )
+
+
+def _heights(figure: Any) -> list[float]:
+    return [value for line in figure.data for value in line.y]
+
+
+def _ticks(values: Sequence[float], told: Callable[[float], str]) -> dict[str, Any]:
+    """Powers of ten, as people write them."""
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    places = [10.0**power for power in range(low, high + 1)]
+    return {"tickvals": places, "ticktext": [told(place) for place in places]}

@@ -15,6 +15,7 @@ from torch import Tensor
 from laconic._key import Key
 from laconic._wire import ALIGN, DTYPES, HEADER_BYTES, Header, Wire, header_tensor
 from laconic.errors import ConfigError, WireError
+from laconic.kernels import backend
 
 MAX_NUMEL = (1 << 32) - 1  # draws are counted in 32 bits
 MAX_SEGMENTS = (1 << 16) - 1
@@ -29,6 +30,10 @@ class Into:
     weight: float = 1.0
     side: Tensor | None = None
     failed: Tensor | None = None
+
+    def put(self, value: Tensor) -> None:
+        """End it so, with decoded values of any of the three dtypes."""
+        backend(value.device).accumulate(value, self.out, weight=self.weight, add=self.add)
 
 
 class Codec(ABC):

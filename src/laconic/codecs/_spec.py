@@ -137,3 +137,20 @@ def _nearest(word: str, known: list[str]) -> str:
     if close:
         return f"did you mean {' or '.join(close)}? (there are {', '.join(known)})"
     return f"there are {', '.join(known)}"
+
+
+def split(text: str) -> tuple[str, ...]:
+    """Texts of codecs between commas, which codecs have inside, too; they are not checked.
+
+    >>> split("dqsg:bits=4,ecdq:error=0.08,coder=rans")
+    ('dqsg:bits=4', 'ecdq:error=0.08,coder=rans')
+    """
+    found: list[str] = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        inside = found and found[-1].count("(") > found[-1].count(")")
+        setting = ":" not in part and "=" in part
+        if inside or (found and setting):
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    return tuple(found)

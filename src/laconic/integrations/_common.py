@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
+from laconic.errors import ConfigError
 from laconic.exchanges._ratio import HasRatio
 
 
@@ -40,3 +43,18 @@ class Handle(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state_dict."""
         ...
+
+
+def own_rank() -> int:
+    """This process's number, for states that are each rank's own."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def check_own(state: Mapping[str, Any], *memories: str) -> None:
+    """ConfigError if the state remembers something, and another rank does."""
+    owner = state.get("rank", own_rank())
+    if owner != own_rank() and any(state.get(name) for name in memories):
+        raise ConfigError(
+            f"this is the state of rank {owner}, loaded by rank {own_rank()}, and what a rank "
+            "remembers is its own: save one file a rank, or lc.AllRanks(handle).state_dict()"
+        )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +19,9 @@ from laconic.integrations._common import Handle
 from laconic.integrations._ddp import comm_hook
 from laconic.integrations._fsdp import FSDPHandle, is_fsdp
 from laconic.integrations._state import HookState
+
+_WRAPPERS = ("_orig_mod", "_forward_module")  # of torch.compile, and of Lightning's Fabric
+_log = logging.getLogger("laconic")
 
 
 def compress(
@@ -36,9 +43,11 @@ def compress(
         "warmup_steps": warmup_steps,
         "seed": seed,
     }
+    model = unwrapped(model)
     if isinstance(model, DistributedDataParallel):
         if weights is not None or between is not None:
             raise ConfigError("weights= and between= are for FSDP2: DDP sends gradients only")
+        check_free(model)
         state = HookState(
             model.module,
             spec,
@@ -47,6 +56,11 @@ def compress(
             **common,
         )
         model.register_comm_hook(state, comm_hook)
+        if not state.encodes and str(state.codec) != "none" and dist.get_rank() == 0:
+            _log.warning(
+                "nothing of this model is compressed: by default only matrices of 10,000 values "
+                "or more are; policy=lc.Policy(min_numel=0) takes small ones, too"
+            )
         return state
     if is_fsdp(model):
         if timeout_s is not None:
@@ -54,7 +68,61 @@ def compress(
                 "FSDP2 talks on its own process groups: give init_process_group a timeout"
             )
         return FSDPHandle(model, spec, weights=weights, between=between, **common)
-    raise ConfigError(
+    raise ConfigError(not_parallel(model))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of what torch.compile and Fabric put around it."""
+    for name in _WRAPPERS:
+        model = getattr(model, name, model)
+    return model
+
+
+def check_free(model: DistributedDataParallel) -> None:
+    """ConfigError if the model has a hook: DDP takes one, and would say so after ranks have met."""
+    for hook, _ in getattr(model, "_comm_hooks", ()):
+        if getattr(hook, "__module__", "").startswith("laconic."):
+            raise ConfigError(
+                "this model is compressed already: call compress once, before the first step, and "
+                "keep the handle that it returned"
+            )
+        name = getattr(hook, "__name__", hook)
+        raise ConfigError(
+            f"this model has a communication hook already, {name}, and DDP takes one: leave that "
+            "out (fp16 compression is lc.compress(model, 'fp16'))"
+        )
+
+
+def not_parallel(model: nn.Module) -> str:
+    """Why a model cannot be compressed, and what to do."""
+    kind = type(model).__name__
+    if kind == "FullyShardedDataParallel":
+        return "compress is for FSDP2: call fully_shard on the model instead of wrapping it"
+    if kind == "DataParallel":
+        return (
+            "nn.DataParallel is one process, in which nothing is compressed: start one process a "
+            "device with torchrun, and use DistributedDataParallel"
+        )
+    said = (
         "compress takes a DistributedDataParallel model, or one that fully_shard was called on, "
-        f"not {type(model).__name__}"
+        f"not {kind}: "
     )
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if "accelerate" in sys.modules and size == 1:
+        return said + (
+            "a single process sends nothing, so start several with torchrun (accelerate launch "
+            "starts one on CPUs), or compress only if accelerator.num_processes > 1"
+        )
+    if not dist.is_initialized():
+        return said + (
+            "start ranks with torchrun, call torch.distributed.init_process_group(), then model = "
+            "DistributedDataParallel(model), then compress it"
+        )
+    if size == 1:
+        return said + ("and a single process sends nothing; wrap the model, or leave compress out")
+    if "accelerate" in sys.modules and not torch.cuda.is_available():
+        return said + (
+            "compress what accelerator.prepare returned; on CPUs it wraps models with "
+            "Accelerator(cpu=True) only"
+        )
+    return said + "wrap it first, model = DistributedDataParallel(model), then compress that"

@@ -23,6 +23,7 @@ from laconic.integrations._state import HookState, Load, Piece, Plan
 
 def comm_hook(state: HookState, bucket: Any) -> Future[Tensor]:
     """DDP's hook: starts the exchange of a bucket and returns at once."""
+    state.meet()
     if isinstance(bucket, tuple):  # a compiled DDP with the Python reducer: gradient, parameter
         blocking: Any = torch.compiler.disable(_one_by_one)
         return blocking(state, *bucket)

@@ -17,7 +17,7 @@ from laconic.exchanges import Exchange, ScatterReduce
 from laconic.exchanges._agree import agree
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.integrations._choices import Choices, check_warmup, line
-from laconic.integrations._common import Stats
+from laconic.integrations._common import Stats, check_own, own_rank
 from laconic.integrations._fsdp_comms import AllGather, ReduceScatter, Replicas
 from laconic.integrations._fsdp_unit import Run, Unit, groups_of, piece_of, unit_of
 
@@ -84,6 +84,7 @@ class FSDPHandle:
     def state_dict(self) -> dict[str, Any]:
         """What must be saved, on every rank, to go on exactly: counters, and codecs' memories."""
         return {
+            "rank": own_rank(),
             "codec": str(self.codec),
             "steps": {unit.name: [unit.reductions, unit.means] for unit in self._units},
             "memory": {name: own.state_dict() for name, own in self._remembering()},
@@ -93,6 +94,7 @@ class FSDPHandle:
         """Go on from a state_dict. Modules that it does not know start where no key was used."""
         if state["codec"] != str(self.codec):
             raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
+        check_own(state, "memory")
         steps = state["steps"]
         latest = [max((pair[i] for pair in steps.values()), default=0) for i in range(2)]
         for unit in self._units:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from laconic.exchanges._lane import lanes as make_lanes
 from laconic.exchanges._nested import nesting
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.integrations._choices import Choices, check_warmup, line
-from laconic.integrations._common import Stats
+from laconic.integrations._common import Stats, check_own, own_rank
 from laconic.integrations._kappa import Kappa
 
 _MOST_FILLED = 1 / 64  # of a load, zeros that are encoded to save copying
@@ -67,13 +67,23 @@ class Plan:
     plain: tuple[Piece, ...]
 
 
+class _Waiting(NamedTuple):
+    """What is needed when ranks meet, and not afterwards."""
+
+    module: nn.Module
+    policy: Chooser
+    group: dist.ProcessGroup | None
+    timeout_s: float
+
+
 class HookState:
     """What the hook needs to know, and what it remembers; `lc.compress` makes and registers one.
 
     Make it on all ranks of the group at once: they compare settings, and end together if those
-    differ. For Lightning and Accelerate, which register hooks themselves:
-    `HookState(model, "ecdq:error=0.08")` and `lc.comm_hook`. States of one model that take turns
-    may share `lanes`, threads and process groups.
+    differ. It may come before `init_process_group`, or before the model is moved to its GPU, in
+    programs that do these themselves, such as Lightning: ranks then meet at the first bucket.
+    `module` is what DDP wraps. States of one model that take turns may share `lanes`, threads and
+    process groups.
     """
 
     def __init__(
@@ -89,11 +99,14 @@ class HookState:
         timeout_s: float = 300.0,
         lanes: tuple[Lane, ...] | None = None,
     ) -> None:
+        if spec == "auto":
+            raise ConfigError(
+                'a HookState is of one codec; "auto" is lc.compress(model, "auto"), or Compress('
+                '"auto") of laconic.integrations.lightning'
+            )
         self._pairs = Choices(spec, exchange)
         self.codec, self.exchange = self._pairs[""]
         check_warmup(warmup_steps)
-        if not dist.is_initialized():
-            raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
         self.warmup_steps, self.seed, self.step = warmup_steps, seed, 0
         self.scratch, self.kappa = Scratch(), Kappa()
         self.known: set[Hashable] = set()
@@ -101,15 +114,28 @@ class HookState:
         self._parameters: dict[int, tuple[int, str | None]] = {}  # number, and text if encoded
         self._plans: dict[tuple[int, ...], Plan] = {}
         self.turns: dict[int, int] = {}  # of parameters that come one by one
-        layout = self._choose(module, policy or Policy())
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        self.lanes = lanes or make_lanes(group, device, timeout_s)
+        self.lanes: tuple[Lane, ...] = lanes or ()
+        self._waiting: _Waiting | None = _Waiting(module, policy or Policy(), group, timeout_s)
+        if _can_talk(group, _device(module)):
+            self.meet()
+        else:  # what is wrong with the policy is said now; parameters may still be replaced
+            self._choose(module, self._waiting.policy)
+
+    def meet(self) -> None:
+        """Compare settings with the other ranks, if that was not done yet."""
+        if self._waiting is None:
+            return
+        module, policy, group, timeout_s = self._waiting
+        self._waiting = None
+        layout = self._choose(module, policy)
+        device = _device(module)
+        self.lanes = self.lanes or make_lanes(group, device, timeout_s)
         settings = {
             "laconic": __version__,
             "codec": str(self.codec),
             "exchange": str(self.exchange),
-            "warmup_steps": str(warmup_steps),
-            "seed": str(seed),
+            "warmup_steps": str(self.warmup_steps),
+            "seed": str(self.seed),
             "parameters": "\n".join(layout),
         }
         agree(settings, self.lanes[0].group, device)
@@ -120,11 +146,17 @@ class HookState:
     def _choose(self, module: nn.Module, policy: Chooser) -> list[str]:
         """Ask the policy about every parameter; a line for each, to be compared between ranks."""
         lines = []
+        self._parameters.clear()
         for number, (name, parameter) in enumerate(module.named_parameters()):
             text = self._pairs.text(policy(name, parameter)) if parameter.requires_grad else None
             self._parameters[id(parameter)] = number, text
             lines.append(line(name, parameter, text))
         return lines
+
+    @property
+    def encodes(self) -> bool:
+        """Whether any parameter is worth it, says the policy."""
+        return any(text is not None for _, text in self._parameters.values())
 
     def stats(self) -> Stats:
         """Bytes and times so far."""
@@ -146,6 +178,7 @@ class HookState:
         """What must be saved, on every rank, to go on exactly: steps, κ, and all memories."""
         memories = {text: codec.state_dict() for text, codec in self._remembering()}
         return {
+            "rank": own_rank(),
             "step": self.step,
             "turns": dict(self.turns),
             "codec": str(self.codec),
@@ -158,6 +191,7 @@ class HookState:
         """Go on from a state_dict."""
         if state["codec"] != str(self.codec):
             raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
+        check_own(state, "memory", "exchange memory")
         self.step, self.turns = int(state["step"]), dict(state["turns"])
         self.kappa.load_state_dict(state["kappa"])
         for text, codec in self._remembering():
@@ -178,6 +212,11 @@ class HookState:
         by_text: dict[str | None, list[Piece]] = {}
         start = 0
         for parameter in parameters:
+            if id(parameter) not in self._parameters:
+                raise ConfigError(
+                    "DDP has a parameter that the hook's state does not know: make HookState with "
+                    "the module that DDP wraps, all of it"
+                )
             number, text = self._parameters[id(parameter)]
             by_text.setdefault(text, []).append(Piece(number, start, parameter.numel()))
             start += parameter.numel()
@@ -188,6 +227,15 @@ class HookState:
             if text is not None
         ]
         return Plan(tuple(loads), plain)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def _can_talk(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether there is a process group, and the model is where that takes tensors from."""
+    return dist.is_initialized() and (device.type != "cpu" or dist.get_backend(group) != "nccl")
 
 
 def _saved(kept: Any) -> Mapping[str, Any]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
+from laconic._units import parse_rate
 from laconic.errors import ConfigError
 
 _SLOWEST, _FASTEST = 0.1, 100_000.0  # Mbit/s
-_UNITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
-_FORM = re.compile(r"([0-9.]+)(kbit|mbit|gbit)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +69,7 @@ def parse_rates(text: str, hosts: int) -> tuple[Rate, ...]:
 
 
 def _parse(text: str) -> Rate:
-    both = [_number(half.strip()) for half in text.split("/")]
+    both = [_number(half.strip()) for half in text.replace("bit/s", "bit").split("/")]
     if len(both) > 2:
         raise ConfigError(f"{text!r}: a link has two rates at most, up/down")
     return Rate(up_mbit=both[0], down_mbit=both[-1])
@@ -80,7 +78,4 @@ def _parse(text: str) -> Rate:
 def _number(text: str) -> float | None:
     if text == "none":
         return None
-    match = _FORM.fullmatch(text.lower())
-    if match is None or match[1].count(".") > 1:
-        raise ConfigError(f"a rate is like 100mbit, 1.5gbit, 500kbit or none, not {text!r}")
-    return float(match[1]) * _UNITS[match[2]]
+    return parse_rate(text, "100mbit, 1.5gbit, 500kbit or none") / 1e6

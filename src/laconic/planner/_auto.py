@@ -21,7 +21,9 @@ from laconic.exchanges._lane import lanes
 from laconic.exchanges._policy import Chooser
 from laconic.integrations._choices import check_warmup
 from laconic.integrations._common import Stats
+from laconic.integrations._compress import check_free, not_parallel, unwrapped
 from laconic.integrations._ddp import comm_hook
+from laconic.integrations._fsdp import is_fsdp
 from laconic.integrations._kappa import Kappa
 from laconic.integrations._state import HookState
 from laconic.planner._auto_candidates import ERROR, families_of, group_of, measurable
@@ -52,11 +54,15 @@ def auto(
     `candidates` are texts to choose from instead of the usual ones, and plain DDP is always among
     them. Without `error` all of those may be used. `meter` measures times.
     """
+    model = unwrapped(model)
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
-            "auto is for DistributedDataParallel models; name a codec for others, such as "
+            "auto is for DistributedDataParallel models; name a codec for FSDP2, such as "
             "'ecdq:error=0.08'"
+            if is_fsdp(model)
+            else not_parallel(model)
         )
+    check_free(model)
     if error is not None and not (_is_number(error) and 0 < error < math.inf):
         raise ConfigError(f"error= is the NMSE that you allow, above 0 (0.08, say), not {error!r}")
     check_warmup(warmup_steps)

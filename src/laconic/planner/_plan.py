@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from laconic._units import rate
 from laconic.codecs import codec
 from laconic.errors import ConfigError
 from laconic.planner._cluster import Cluster, CodecCost, Workload
@@ -15,7 +16,6 @@ from laconic.planner._names import short
 from laconic.planner._predict import Prediction, predict
 from laconic.planner._step_time import step_seconds
 from laconic.planner._strategy import Strategy, cost_of
-from laconic.planner._units import rate
 
 PLAIN = Strategy()
 SLOWEST_BIT_S, FASTEST_BIT_S = 1e3, 100e12

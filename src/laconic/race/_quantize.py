@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from laconic import Key, codec
+from laconic._key import Key
+from laconic.codecs import codec
 from laconic.exchanges._policy import Policy
 from laconic.race._result import Quantized
 

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-import laconic as lc
 from laconic import lab
+from laconic._key import Key
+from laconic.codecs import codec
 from laconic.errors import ConfigError
 from laconic.lab._rates import parse_rates
 from laconic.planner import Machine as PaperMachine
@@ -192,9 +193,9 @@ def _compile(codecs: Sequence[str]) -> None:
     """Compile the kernels here, once: else every worker does, all at the same time."""
     x = torch.randn(20_000)
     for spec in {*codecs, *SHORT.values(), *SPECS}:
-        own: Any = lc.codec(spec)
+        own: Any = codec(spec)
         shared = {"norm": own.local_norm(x), "workers": 2} if hasattr(own, "local_norm") else {}
-        own.decode(own.encode(x, lc.Key(), **shared), out=torch.zeros_like(x), add=True)
+        own.decode(own.encode(x, Key(), **shared), out=torch.zeros_like(x), add=True)
 
 
 def _usual_step(points: Sequence[Point]) -> float:

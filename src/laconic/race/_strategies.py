@@ -9,10 +9,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-import laconic as lc
 from laconic.codecs._spec import split
 from laconic.errors import ConfigError
+from laconic.integrations import compress
 from laconic.planner import Strategy
+from laconic.planner._auto import auto
+from laconic.schedules import SSD
 
 PLAIN = "fp32"
 SHORT = {
@@ -95,7 +97,7 @@ def turned_on(
     """What to call, what to step, and what has counters (None for plain DDP)."""
     plan = one.plan
     if plan is not None and plan.schedule == "ssd":
-        ssd = lc.SSD(
+        ssd = SSD(
             optimizer,
             model,
             period=plan.period,
@@ -108,5 +110,6 @@ def turned_on(
     replicas = DistributedDataParallel(model)
     if one.name == PLAIN:
         return replicas, optimizer, None
-    text = _AUTO if plan is None else plan.spec
-    return replicas, optimizer, lc.compress(replicas, text, seed=seed)
+    if plan is None:
+        return replicas, optimizer, auto(replicas, seed=seed)
+    return replicas, optimizer, compress(replicas, plan.spec, seed=seed)

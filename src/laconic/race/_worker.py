@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-import laconic as lc
 from laconic.planner import Setup, probe
 from laconic.race._data import load
 from laconic.race._quantize import quantized
 from laconic.race._result import Settings
 from laconic.race._strategies import entry, turned_on
 from laconic.race._tasks import made
+from laconic.schedules import SSD
 
 _RAMP = 5  # steps until the learning rate is full
 _AT_ONCE = 1000  # test pictures
@@ -85,7 +85,7 @@ class Worker:
             loss.backward()
             self.optimizer.step()
             self.decay.step()
-        if isinstance(self.optimizer, lc.SSD):
+        if isinstance(self.optimizer, SSD):
             self.optimizer.wait()
         seconds, after = time.perf_counter() - start, self.counted()
         grown = {name: after[name] - before[name] for name in after}
@@ -114,7 +114,7 @@ class Worker:
 
     def shared_weights(self) -> Any:
         """SSD's replicas differ between steps."""
-        delayed = isinstance(self.optimizer, lc.SSD)
+        delayed = isinstance(self.optimizer, SSD)
         return self.optimizer.global_weights() if delayed else nullcontext()
 
     @torch.no_grad()
@@ -162,6 +162,12 @@ class Worker:
         return self.finish() if "finish" in order else self.quantize()
 
 
+def tell(answer: dict[str, Any]) -> None:
+    """A line to the race."""
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Answer until the race has ended."""
     given = json.loads(sys.argv[1])
@@ -169,9 +175,9 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     folder = given.pop("folder")
     worker = Worker(Settings(**given), folder and Path(folder))
-    print(json.dumps({"ready": True}), flush=True)
+    tell({"ready": True})
     for line in sys.stdin:
-        print(json.dumps(worker.answer(json.loads(line))), flush=True)
+        tell(worker.answer(json.loads(line)))
     dist.destroy_process_group()
 
 

@@ -14,13 +14,13 @@ _BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zµ]*)")
 
 
-def parse_rate(text: str) -> float:
-    """Bits a second.
+def parse_rate(text: str, like: str = "100mbit or 25gbit") -> float:
+    """Bits a second; `like` are examples for whoever wrote it another way.
 
     >>> parse_rate("25gbit")
     25000000000.0
     """
-    return _parse(text.removesuffix("/s"), _RATES, "a rate is like 100mbit or 25gbit")
+    return _parse(text.removesuffix("/s"), _RATES, f"a rate is like {like}")
 
 
 def parse_seconds(text: str) -> float:

@@ -1,0 +1,58 @@
+"""All commands, under one name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from laconic._version import __version__
+from laconic.cli._bench import EPILOG as BENCH
+from laconic.cli._bench import bench_command
+from laconic.cli._codecs import EPILOG as CODECS
+from laconic.cli._codecs import codecs_command
+from laconic.cli._common import Commands, examples
+from laconic.cli._lab import lab
+from laconic.cli._plan import EPILOG as PLAN
+from laconic.cli._plan import plan_command
+from laconic.cli._probe import EPILOG as PROBE
+from laconic.cli._probe import probe_command
+from laconic.cli._race import EPILOG as RACE
+from laconic.cli._race import race_command
+
+_EPILOG = examples(
+    "laconic plan --link 1gbit --workers 8 --params 125m --compute 300ms",
+    "laconic lab run --hosts 4 --rate 100mbit -- python train.py",
+    "laconic codecs ecdq",
+    title="Exit codes: 0 fine, 1 something failed, 2 the input is to blame, 130 interrupted.",
+)
+
+app = typer.Typer(
+    cls=Commands,
+    invoke_without_command=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    epilog=_EPILOG,
+)
+app.command("race", epilog=RACE)(race_command)
+app.command("probe", epilog=PROBE)(probe_command)
+app.command("plan", epilog=PLAN)(plan_command)
+app.add_typer(lab, name="lab")
+app.command("bench", epilog=BENCH)(bench_command)
+app.command("codecs", epilog=CODECS)(codecs_command)
+
+
+@app.callback()
+def laconic(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Say which, and stop.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Where something fails, show where in the code.")
+    ] = False,
+) -> None:
+    """Data-parallel PyTorch training over thin wires."""
+    del debug  # Commands.main looks for it
+    if version:
+        print(__version__)
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
