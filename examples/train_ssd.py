@@ -41,4 +41,5 @@ with opt.global_weights(), torch.no_grad():  # ranks differ between pulls; this 
 if rank == 0:
     print(f"{accuracy:.1%} right, {opt.stats().ratio:.1f} times fewer bytes")
 opt.wait()
+dist.barrier()  # ranks leave together: Gloo may abort one whose peer has gone
 dist.destroy_process_group()

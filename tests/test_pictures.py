@@ -14,6 +14,7 @@ from benchmarks._svg import WIDTH, Canvas
 from benchmarks.pictures import FOLDER, PICTURES, drawn
 
 DOCS = FOLDER.parent
+README = DOCS.parent / "README.md"
 FILES = [*(FOLDER / f"{name}.svg" for name in PICTURES), DOCS / "predicted.svg"]
 SVG = "{http://www.w3.org/2000/svg}"
 WIDEST = {"title": 10.5}  # px of a letter, bold; of others:
@@ -42,7 +43,7 @@ def test_predicted_is_made_of_the_kept_rows(
 
 def test_no_picture_is_left_over_and_all_are_shown() -> None:
     assert set(FOLDER.iterdir()) == {FOLDER / f"{name}.svg" for name in PICTURES}
-    pages = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
+    pages = "\n".join(page.read_text() for page in (README, *DOCS.rglob("*.md")))
     for path in FILES:
         assert re.search(rf"!\[[^]]+\]\([^)]*{path.name}\)", pages), f"no page shows {path.name}"
 

@@ -167,7 +167,7 @@ def test_notes_tell_what_went_wrong() -> None:
     ("strategy", "codec"),
     [
         ("ecdq:error=0.08", "ecdq"),
-        ("ecdq:error=0.08,coder=rans@ring", "ecdq, rans"),
+        ("ecdq:error=0.08,coder=rans@ring", "ecdq+rans"),
         ("ssd k=4 ecdq:error=0.08", "ecdq"),
         ("rotate(qsgd:bits=4)", "rotate(qsgd)"),
     ],
