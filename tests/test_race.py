@@ -273,7 +273,7 @@ NEVER = lane("qsgd", 0.01, (0.1, 0.5, 0.6))
         (raced(replace(NEVER, name="fp32"), QUICK), "after 0.2 s; fp32 did not in 20 steps."),
         (
             raced(SLOW, SMALL, shaped=False),
-            "ecdq would reach 90% 10.0× sooner than fp32 over links of 100mbit, by prediction",
+            "ecdq would reach 90% 10.0× sooner than fp32 over links of 100mbit (predicted)",
         ),
         (raced(SLOW, replace(QUICK, same_bits=False)), "But replicas of ecdq ended with different"),
     ],

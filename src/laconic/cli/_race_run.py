@@ -70,8 +70,8 @@ def run(wishes: Wishes) -> None:
     console = Console()
     console.width = max(_WIDTH, console.width)
     if lacking:
-        console.print(f"[yellow]Links cannot be shaped here, so times are predicted:[/] {lacking}")
-    with View(console, settings, chosen) as view:
+        console.print(f"[yellow]Links cannot be shaped here:[/] {lacking}")
+    with View(console, settings, chosen, shaped=lacking is None) as view:
         watcher = Watcher(
             note=view.note,
             planned=view.planned,
@@ -113,7 +113,7 @@ def _say_next(console: Console, found: Race) -> None:
     arrived = {code: seconds for code, seconds in times.items() if seconds is not None}
     if arrived:
         code = min(arrived, key=lambda code: arrived[code])
-        console.print(f"In your own script: {code}", highlight=False, markup=False)
+        console.print(f"In your own script: {code}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_replicas(found: Race) -> None:

@@ -22,8 +22,11 @@ _BAR = 16
 class View:
     """What happens now, and what has been found; without a terminal, a line for each strategy."""
 
-    def __init__(self, console: Console, settings: Settings, entries: Sequence[Entry]) -> None:
+    def __init__(
+        self, console: Console, settings: Settings, entries: Sequence[Entry], *, shaped: bool
+    ) -> None:
         self.console, self.settings, self.entries = console, settings, entries
+        self._links = "" if shaped else "the loopback interface; times are predicted for "
         self._words, self._race = "", None
         self._running: Entry | None = None
         self._point: Point | None = None
@@ -36,7 +39,7 @@ class View:
         one = self.settings
         self.console.print(
             f"{one.workers} workers learn {one.data} for {one.steps} steps, batches of {one.batch} "
-            f"each, over links of {one.rate}.",
+            f"each, over {self._links}links of {one.rate}.",
             highlight=False,
         )
         if self.console.is_terminal:

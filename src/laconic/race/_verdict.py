@@ -67,7 +67,7 @@ def _nothing_paid(race: Race, arrived: dict[str, float], goal: str) -> str:
 
 def _where(race: Race) -> str:
     rate = race.settings.rate
-    return "" if race.machine.shaped else f" over links of {rate}, by prediction"
+    return "" if race.machine.shaped else f" over links of {rate} (predicted)"
 
 
 def _times(ratio: float) -> str:
