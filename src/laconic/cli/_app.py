@@ -21,6 +21,7 @@ from laconic.cli._race import EPILOG as RACE
 from laconic.cli._race import race_command
 
 _EPILOG = examples(
+    "laconic race",
     "laconic plan --link 1gbit --workers 8 --params 125m --compute 300ms",
     "laconic lab run --hosts 4 --rate 100mbit -- python train.py",
     "laconic codecs ecdq",

@@ -36,7 +36,7 @@ def race_command(
         typer.Option(help="With the data's files, or torchvision's.", rich_help_panel=_WHAT),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Of each strategy.", rich_help_panel=_WHAT)
+        int | None, typer.Option(help="Of each strategy; digits take 80.", rich_help_panel=_WHAT)
     ] = None,
     batch: Annotated[
         int | None, typer.Option(help="Pictures of a worker, a step.", rich_help_panel=_WHAT)
@@ -45,7 +45,8 @@ def race_command(
         float | None, typer.Option(help="The highest learning rate.", rich_help_panel=_WHAT)
     ] = None,
     target: Annotated[
-        float | None, typer.Option(help="The accuracy to race to: 0.97.", rich_help_panel=_WHAT)
+        float | None,
+        typer.Option(help="The accuracy to race to; for digits 0.97.", rich_help_panel=_WHAT),
     ] = None,
     seed: Annotated[
         int, typer.Option(help="Of weights, batches and draws.", rich_help_panel=_WHAT)
