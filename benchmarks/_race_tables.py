@@ -12,6 +12,7 @@ from laconic.race import Race, seconds_to_target
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
 _SLOW = "100mbit"
+_DIFFERENT = 1.05
 _DASHES = ("", "7 4", "2 3", "10 3 2 3", "", "7 4", "", "2 3")
 
 
@@ -25,7 +26,12 @@ def race_table() -> str:
     races = [kept(rate) for rate in RATES]
     plain = {lane.name: lane for lane in races[0].lanes}["fp32"]
     goal = f"{100 * races[0].settings.target:g}%"
-    heads = ["strategy", "accuracy", "bytes", *(f"s to {goal} at {w}" for w in RATES.values())]
+    heads = [
+        "strategy",
+        "accuracy",
+        "bytes a step",
+        *(f"s to {goal} at {w}" for w in RATES.values()),
+    ]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for lane in races[0].lanes:
         fewer = plain.sent_bytes / lane.sent_bytes
@@ -47,7 +53,7 @@ def _reached(race: Race, name: str) -> str:
     if name == "fp32":
         return f"{mine:.1f}"
     ratio, word = (base / mine, "sooner") if mine <= base else (mine / base, "later")
-    return f"{mine:.1f}, {ratio:.1f}× {word}"
+    return f"{mine:.1f}, {ratio:.1f}× {word}" if ratio >= _DIFFERENT else f"{mine:.1f}, the same"
 
 
 def race_verdicts() -> str:

@@ -429,6 +429,7 @@ def chosen(handle: Any, meter: FakeMeter, model: nn.Module) -> dict[str, Any]:
         "line": str(report),
         "errors": {one.spec: one.error for one in report.seen},
         "stats": handle.stats(),
+        "shown": repr(handle),
         "kept": len(handle._states[PLAIN].scratch._kept),
     }
 
@@ -449,6 +450,10 @@ def picks(rank: int) -> dict[str, Any]:
         handle = auto(model, error=E, meter=meter)  # pyright: ignore[reportArgumentType]
         train(model, 32)
         found[name] = chosen(handle, meter, model)
+    model = model_of()
+    handle = auto(model, error=E, meter=FakeMeter(FAST))  # pyright: ignore[reportArgumentType]
+    train(model, 10)  # codecs were looked at, and none was used yet
+    found["looked"] = handle.stats()
     return found
 
 
@@ -728,9 +733,12 @@ def test_stats_count_plain_and_compressed_steps(found: Any) -> None:
         ring = 2 * (found[1] - 1) / found[1] * total
         for name in ("fastest", "plain"):
             stats = answer[name]["stats"]
+            assert answer[name]["shown"] == answer[name]["line"]
             assert stats.steps == 32
             assert stats.plain_bytes == pytest.approx(32 * ring, rel=1e-4)
         assert answer["hidden"]["stats"].ratio == 1.0
+        looked = answer["looked"]
+        assert looked.exchange_seconds >= looked.wire_seconds > 0
         assert answer["fastest"]["stats"].ratio > 1.2
 
 

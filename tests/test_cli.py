@@ -376,6 +376,7 @@ def test_a_plan_on_paper() -> None:
     assert times == sorted(times) and "plain DDP" in {one["name"] for one in told["choices"]}
     assert told["link_bit_s"] == 1e9 and told["best"] in told["verdict"]
     assert told["code"].startswith("lc.compress(model, ")
+    assert planned("--rate", *PAPER[1:]) == told  # as other commands call it
     slower = planned(*PAPER, "--latency", "10ms")
     assert slower["choices"][0]["prediction"]["step_s"] > times[0]
     halved = planned(*PAPER, "--dtype", "bf16")

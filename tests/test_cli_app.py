@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import os
 import re
@@ -269,6 +271,7 @@ def test_all_codecs_are_listed() -> None:
     assert [one["name"] for one in found["wrappers"]] == [f"{name}(...)" for name in lc.wrappers()]
     assert [one["name"] for one in found["coders"]] == coders()
     assert [one["name"] for one in found["exchanges"]] == lc.exchanges()
+    assert [one["name"] for one in found["schedules"]] == ["ssd", "local", "async", "qsvrg"]
     for kind in found.values():
         for one in kind:
             assert one["name"] in shown and one["does"]
@@ -293,6 +296,15 @@ def test_one_is_explained(name: str) -> None:
         assert setting["name"] in shown
         if one["kind"] != "exchange":
             assert setting["allowed"], setting  # and says what is allowed
+
+
+@pytest.mark.parametrize("name", ["ssd", "local", "async"])
+def test_a_schedule_is_explained(name: str) -> None:
+    example = told("codecs", name)["example"]
+    call = ast.parse(example.partition("= ")[2], mode="eval").body
+    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+    known = inspect.signature(getattr(lc, call.func.attr)).parameters
+    assert all(word.arg in known for word in call.keywords)
 
 
 def test_a_codecs_own_settings_are_shown() -> None:

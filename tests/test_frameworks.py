@@ -295,6 +295,8 @@ def test_scalars_are_finite_numbers_with_names() -> None:
     assert "laconic/wire_seconds" not in scalars and "laconic/kappa" not in scalars
     assert all(type(value) is float for value in scalars.values())
     assert stats.scalars("net.")["net.sent_bytes"] == 10
+    assert str(stats).startswith("Stats(ratio=4, steps=3, sent_bytes=10, ")
+    assert "None" not in str(stats)
 
 
 def test_schedules_have_scalars() -> None:

@@ -20,6 +20,7 @@ from laconic.coders import coders
 from laconic.errors import ConfigError
 from laconic.exchanges import default_exchange, exchange, exchanges
 from laconic.planner._names import short
+from laconic.schedules import QSVRG, SSD, AsyncSGD, LocalSGD
 
 _VALUES = 1 << 20  # bits are told of so many
 _WIDTH = 110  # narrower terminals wrap lines
@@ -30,6 +31,12 @@ _CODERS = {
     "elias-dense": "QSGD's Elias omega code, always the dense form; CPUs only",
     "bitmap": "which values are not zero, signs, unary levels; ecdq's usual one",
     "rans": "an entropy coder, given the spread of every 128 values and the dither; CPUs only",
+}
+_SCHEDULES: dict[str, tuple[type, str]] = {
+    "ssd": (SSD, 'opt = lc.SSD(optimizer, model, period=4, codec="dqsg:bits=4")'),
+    "local": (LocalSGD, 'opt = lc.LocalSGD(optimizer, model, period=8, codec="dqsg:bits=4")'),
+    "async": (AsyncSGD, 'opt = lc.AsyncSGD(optimizer, model, servers=1, codec="dqsg:bits=4")'),
+    "qsvrg": (QSVRG, "docs/schedules.md has an example of finite sums"),
 }
 _UNLIKELY = -1  # a value that no setting takes: refusing it, a class says what it takes
 _ALLOWED = re.compile(r"(?:must (?:be|lie)|there are) (.*?)(?:[,;] not .*|; one bit .*)?$")
@@ -80,6 +87,9 @@ def everything() -> dict[str, list[dict[str, Any]]]:
         "wrappers": [vars(_wrapper_entry(name)) for name in wrappers()],
         "coders": [{"name": name, "does": _CODERS.get(name, "")} for name in coders()],
         "exchanges": [{"name": name, "does": _first(exchange(name))} for name in exchanges()],
+        "schedules": [
+            {"name": name, "does": _first_line(kind)} for name, (kind, _) in _SCHEDULES.items()
+        ],
     }
 
 
@@ -120,8 +130,18 @@ def explained(text: str) -> dict[str, Any]:
             "settings": [],
             "example": f'lc.compress(model, "ecdq:error=0.08,coder={text}")',
         }
-    known = [*codecs(), *wrappers(), *coders(), *exchanges()]
-    close = get_close_matches(word, known, n=1)
+    if text.lower() in _SCHEDULES:
+        kind, example = _SCHEDULES[text.lower()]
+        return {
+            "kind": "schedule",
+            "name": text.lower(),
+            "does": _first_line(kind),
+            "about": "",
+            "settings": [],
+            "example": example,
+        }
+    known = [*codecs(), *wrappers(), *coders(), *exchanges(), *_SCHEDULES]
+    close = get_close_matches(word, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}? " if close else ""
     raise ConfigError(f"nothing is called {word!r}; {hint}laconic codecs lists what there is")
 
@@ -167,8 +187,12 @@ def _yes(value: bool) -> str:
 
 
 def _first(own: object) -> str:
-    """The first line of its class's docstring, without the name in front."""
-    line = (inspect.getdoc(type(own)) or "").split("\n")[0]
+    return _first_line(type(own))
+
+
+def _first_line(kind: type) -> str:
+    """Of a class's docstring, without the name in front."""
+    line = (inspect.getdoc(kind) or "").split("\n")[0]
     return re.sub(r"^`[^`]*`: ", "", line)
 
 
@@ -210,7 +234,7 @@ def _show_all(found: dict[str, list[dict[str, Any]]], console: Console) -> None:
     for one in found["codecs"] + found["wrappers"]:
         table.add_row(one["name"], one["does"], one["unbiased"], one["summable"], _bits(one))
     console.print(table)
-    for kind in ("coders", "exchanges"):
+    for kind in ("coders", "exchanges", "schedules"):
         table = _table(kind)
         table.add_column("name", no_wrap=True)
         table.add_column("what it does")
@@ -226,9 +250,8 @@ def _show_one(one: dict[str, Any], console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False)
 
-    say(f"{one['name']} ({one['kind']}): {one['does']}")
-    if one["about"]:
-        say(f"\n{one['about']}\n")
+    say(f"{one['name']} ({one['kind']}): {one['does']}\n")
+    say(f"    {one['example']}\n")
     if "bits" in one:
         say(
             f"unbiased: {one['unbiased']}. Wires can be summed: {one['summable']}. Bits a value: "
@@ -241,7 +264,8 @@ def _show_one(one: dict[str, Any], console: Console) -> None:
         for setting in one["settings"]:
             table.add_row(setting["name"], setting["value"], setting["allowed"])
         console.print(table)
-    say(f"    {one['example']}")
+    if one["about"]:
+        say(one["about"])
 
 
 def _bits(one: dict[str, Any]) -> str:

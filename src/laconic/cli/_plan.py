@@ -60,7 +60,10 @@ def plan_command(
         ),
     ] = None,
     link: Annotated[
-        str | None, typer.Option(help="A node's NIC: 100mbit, 25gbit.", rich_help_panel=_PAPER)
+        str | None,
+        typer.Option(
+            "--link", "--rate", help="A node's NIC: 100mbit, 25gbit.", rich_help_panel=_PAPER
+        ),
     ] = None,
     latency: Annotated[
         str | None, typer.Option(help="Between nodes: 30us, 10ms.", rich_help_panel=_PAPER)

@@ -206,7 +206,7 @@ def _cells(choice: Choice) -> tuple[str, ...]:
     return (
         choice.name + (" *" if choice.changes_training else ""),
         seconds(one.step_s),
-        f"{choice.speedup:.2f} x",
+        f"{choice.speedup:.1f} x",
         one.limit,
         size(one.sent_bytes),
         f"+{size(one.memory_bytes)}" if one.memory_bytes else "",

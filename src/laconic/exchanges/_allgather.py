@@ -17,7 +17,9 @@ from laconic.exchanges._wires import Sizes, decode, encode
 
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Exchange):
-    """`allgather`: x = Σ_i decode(wire of rank i)/n, in order of ranks.
+    """`allgather`: every wire goes to all ranks, which decode and add up: for few ranks.
+
+        x = Σ_i decode(wire of rank i)/n, in order of ranks
 
     One encoding only, so the error is e1/(n·κ) of the mean; but a rank sends its wire n - 1 times,
     and decodes n: for few ranks, or small messages. All ranks, the sender too, decode the same

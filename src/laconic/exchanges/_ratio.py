@@ -25,6 +25,14 @@ class HasRatio:
         """How many times fewer bytes."""
         return _ratio(self)  # pyright: ignore[reportArgumentType]
 
+    def __str__(self) -> str:
+        """What is known, the ratio first."""
+        numbers = self.scalars(prefix="").items()
+        known = ", ".join(
+            f"{name}={value:.{0 if value % 1 == 0 else 3}f}" for name, value in numbers
+        )
+        return f"{type(self).__name__}({known})"
+
     def scalars(self, prefix: str = "laconic/") -> dict[str, float]:
         """All that is known and finite, by name; what `log_dict`, `wandb.log` and others take.
 

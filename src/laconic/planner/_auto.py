@@ -131,6 +131,9 @@ class Auto:
         """The strategy that is used outside of trials; "none" is plain DDP."""
         return self._course.choice
 
+    def __repr__(self) -> str:
+        return str(self.report() or f"auto: {self._course.step} steps so far, nothing chosen yet")
+
     def report(self) -> Report | None:
         """What the last trial measured, and why it ended so; None before the first has."""
         return self._course.report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,7 @@ class Looking:
         return {tensor: kappa(own, mean, 0.0) for tensor, (own, mean) in found.items()}
 
     def _average(self, lane: Lane, buffer: Tensor, plan: Plan, largest: bool) -> None:
+        start = time.perf_counter()
         call = Call(group=lane.group, traffic=lane.traffic)
         for load in plan.loads:
             norms = buffer.new_empty(2, dtype=torch.float32)
@@ -102,6 +104,7 @@ class Looking:
         plain_mean(buffer, call)
         for load in plan.loads:
             self._norm(buffer, load, self._norms[load.pieces[0].number][1])
+        lane.seconds += time.perf_counter() - start
 
     def _norm(self, buffer: Tensor, load: Load, out: Tensor) -> None:
         with gathered(buffer, load.pieces, self._state.scratch) as x:
