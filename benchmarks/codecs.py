@@ -2,7 +2,7 @@
 
     python -m benchmarks.codecs [--gradients gradients.npz] [--save]
 
-Always on the two large matrices of the demo's network for handwritten digits; a file adds other
+Always on the two large matrices of a small network for handwritten digits; a file adds other
 models, one array per matrix, named model/parameter. Every matrix is a tensor of its own; bits count
 whole wires, headers and tables included. The error is ‖ĝ-g‖²/‖g‖² over all matrices of a model
 ("all"), and its mean over values, each taken with its own matrix's norm ("per value"): the first is
@@ -56,7 +56,7 @@ _TIMED = 1 << 24
 
 
 def digits_gradients() -> list[Tensor]:
-    """Of the demo's network after 200 steps."""
+    """Of the small network after 200 steps."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     model, data = digits.network(), digits.load()

@@ -39,7 +39,7 @@ command that measured it. Times are medians; a ratio compares two medians of one
 {_machine("codecs")}. One gradient of each model, every matrix a wire of its own, headers and tables
 counted:
 
-- digits: the demo's network (64-256-256-10, handwritten digits), after 200 steps; without
+- digits: a small network (64-256-256-10, handwritten digits), after 200 steps; without
   GRADIENTS= this is the only one, and anyone can repeat it.
 - cnn: conv32-conv64-fc256 on Fashion-MNIST, SGD, 1,500 steps, batch 64: 77% of the largest matrix
   is exactly zero. resnet20: CIFAR-10, SGD, 250 steps, batch 128. transformer: 4 layers, width 160,
