@@ -93,6 +93,15 @@ def test_fashion_mnist_is_read_from_a_folder(tmp_path: Path, packed: bool, insid
     assert data.training.pictures[1, 0, 0, :3].tolist() == [16, 17, 18]  # 784 modulo 256
 
 
+def test_no_more_than_two_thousand_pictures_are_tested(tmp_path: Path) -> None:
+    write_fashion(tmp_path, packed=False)
+    pictures, labels = np.zeros((2001, 28, 28), np.uint8), np.arange(2001).astype(np.uint8)
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(pictures))
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(labels))
+    data = load("fashion-mnist", tmp_path)
+    assert len(data.testing) == 2000 and data.testing.labels[:3].tolist() == [0, 1, 2]
+
+
 def write_cifar(folder: Path, kind: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
@@ -339,6 +348,7 @@ def test_a_race(tmp_path: Path) -> None:
     for one in found.lanes:
         parts = one.parts
         assert parts.compute_s + parts.codec_s + parts.wire_s == pytest.approx(one.step_s)
+    assert plain.parts.codec_s == 0 and 0 < dqsg.parts.codec_s < dqsg.step_s
     by_spec = {one.spec: one for one in found.codecs}
     assert by_spec["dqsg:bits=8"].error < by_spec["dqsg:bits=4"].error
     assert by_spec["ecdq:error=0.08"].error == pytest.approx(0.08, rel=0.1)
