@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from laconic.race._data import cifar10
 
 THREADS, AT_ONCE = 16, 500
 
@@ -31,8 +32,7 @@ def load(path: Path) -> tuple[Part, Part]:
     (one more than files), train_labels, and the same for test.
     """
     if path.is_dir():
-        inside = path / "cifar-10-batches-py"
-        return _folder(inside if inside.is_dir() else path)
+        return _folder(path)
     if not path.is_file():
         raise SystemExit(
             f"CIFAR-10 is not at {path}: give --data a folder cifar-10-batches-py or an .npz with "
@@ -49,16 +49,12 @@ def _raw(arrays: Any, name: str) -> Part:
 
 
 def _folder(folder: Path) -> tuple[Part, Part]:
-    train = [_batch(folder / f"data_batch_{i}") for i in range(1, 6)]
-    pictures, labels = (np.concatenate(parts) for parts in zip(*train, strict=True))
-    return Part(pictures, labels), Part(*_batch(folder / "test_batch"))
-
-
-def _batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    with path.open("rb") as file:
-        found = pickle.load(file, encoding="bytes")
-    pictures = found[b"data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    return np.ascontiguousarray(pictures), np.array(found[b"labels"], dtype=np.int64)
+    data = cifar10(folder)
+    train, test = (
+        Part(part.pictures.permute(0, 2, 3, 1).contiguous().numpy(), part.labels.numpy())
+        for part in (data.training, data.testing)
+    )
+    return train, test
 
 
 def _jpegs(arrays: Any, name: str) -> Part:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from laconic._host import processor
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -22,7 +24,7 @@ def machine() -> dict[str, Any]:
     """Hardware and versions that the numbers belong to."""
     info = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "cpu": _cpu_name(),
+        "cpu": processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
     }
@@ -62,13 +64,3 @@ def save(name: str, rows: list[dict[str, Any]]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     return path
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import laconic as lc
 
@@ -84,3 +86,18 @@ def assert_same_bits(got: Tensor, want: Tensor, what: object = "") -> None:
         wrong = (got.view(integer) != want.view(integer)) & ~nan
     where = wrong.nonzero().flatten()[:5].tolist()
     assert not where, f"{what}: at {where} got {got[wrong][:5]}, want {want[wrong][:5]}"
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Values, or dictionaries of them, that may be tensors."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+def equal_everywhere(model: nn.Module) -> bool:
+    """Whether all ranks hold the same bits."""
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return all(torch.equal(mine, other) for other in every)

@@ -13,8 +13,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from helpers import equal_everywhere
 from test_cuda_ranks import host_never_waits, nccl, needs_cuda, on_gpu  # noqa: F401 (a fixture)
-from test_ddp import KINDS, batch, equal_everywhere, flat, network, train
+from test_ddp import KINDS, batch, flat, network, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from helpers import equal_everywhere
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,13 +50,6 @@ def train(model: nn.Module, steps: int, first: int = 0, rank: int | None = None)
 
 def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def equal_everywhere(model: nn.Module) -> bool:
-    mine = flat(model)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return all(torch.equal(mine, other) for other in every)
 
 
 def replicas_stay_equal(rank: int) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from test_ddp import batch, equal_everywhere, flat, network, train
+from helpers import equal_everywhere
+from test_ddp import batch, flat, network, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

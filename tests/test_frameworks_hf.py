@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from helpers import equal, equal_everywhere
 from test_frameworks import needs, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -45,19 +46,6 @@ def remove(folder: Path, rank: int) -> None:
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder)
-
-
-def same(model: nn.Module) -> bool:
-    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
-    every = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(every, mine)
-    return torch.equal(*every)
-
-
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def norms(state: dict[str, Any]) -> dict[str, float]:
@@ -98,7 +86,7 @@ def accumulates(rank: int) -> dict[str, Any]:
         "wrapped": isinstance(model, DistributedDataParallel),
         "steps": handle.stats().steps,
         "ratio": handle.stats().ratio,
-        "same": same(model),
+        "same": equal_everywhere(model),
         "norms": clipped,
     }
 
@@ -123,7 +111,7 @@ def saves(rank: int) -> dict[str, Any]:
         "equal": equal(saved, loaded),
         "memory": norms(saved),
         "steps": again.stats().steps,
-        "same": same(model),
+        "same": equal_everywhere(model),
     }
 
 
@@ -292,7 +280,7 @@ def trainer_logs(rank: int) -> dict[str, Any]:
         "wrapped": isinstance(run.model_wrapped, DistributedDataParallel),
         "steps": [row["laconic/steps"] for row in logged],
         "reported": sorted(name for name in reporter.seen if name.startswith("laconic/")),
-        "same": same(run.model),
+        "same": equal_everywhere(run.model),
         "ratio": callback.handle.stats().ratio,
         "silent": any("laconic/ratio" in row for row in quiet.state.log_history),
     }
@@ -329,7 +317,7 @@ def trainer_resumes(rank: int) -> dict[str, Any]:
     run.train(resume_from_checkpoint=True)
     assert again.handle is not None
     found |= {"equal": equal(saved, look.state), "ended": again.handle.stats().steps}
-    found["same"] = same(run.model)
+    found["same"] = equal_everywhere(run.model)
 
     elsewhere = str(folder / "a" / "checkpoint-4")
     for name, resume_from in (("lost", None), ("named", elsewhere)):
@@ -355,7 +343,7 @@ def trainer_decides(rank: int) -> dict[str, Any]:
     remove(folder, rank)
     rows = [row for row in run.state.log_history if "laconic/compressing" in row]
     return {
-        "same": same(run.model),
+        "same": equal_everywhere(run.model),
         "decided": handle.report() is not None,
         "last": rows[-1]["laconic/compressing"] == float(handle.choice != "none"),
     }

@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from helpers import equal, equal_everywhere
 from test_frameworks import TORCHRUN, needs, start
 from torch import nn
 
@@ -67,19 +68,6 @@ def trainer(callbacks: list[Any], steps: int, **options: Any) -> Any:
     )
 
 
-def same(model: nn.Module) -> bool:
-    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
-    every = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(every, mine)
-    return torch.equal(*every)
-
-
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
 def prepare(rank: int) -> None:
     """As a launcher would: this process is one of two, and Lightning need not start others."""
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": "2"}
@@ -108,7 +96,7 @@ def logs_and_accumulates(rank: int) -> dict[str, Any]:
     trainer([silent], 4, logger=other, **options).fit(made()[0], data)
     assert callback.handle is not None
     return {
-        "same": same(model),
+        "same": equal_everywhere(model),
         "steps": callback.handle.stats().steps,
         "ratio": callback.handle.stats().ratio,
         "logged": [step for step, _ in recorder.seen],
@@ -153,7 +141,7 @@ def resumes(rank: int) -> dict[str, Any]:
         "equal": equal(saved, look.state),
         "memory": {name: value.norm().item() for name, value in saved["memory"][""].items()},
         "ended": again.handle.stats().steps,
-        "same": same(model),
+        "same": equal_everywhere(model),
         "changed": changed.handle.stats().steps,
     }
 
@@ -170,7 +158,7 @@ def fits_twice(rank: int) -> tuple[int, bool]:
     run.fit_loop.epoch_loop.max_steps = 5
     run.fit(model, data)
     assert callback.handle is not None
-    return callback.handle.stats().steps, same(model)
+    return callback.handle.stats().steps, equal_everywhere(model)
 
 
 def decides(rank: int) -> dict[str, Any]:
@@ -182,7 +170,7 @@ def decides(rank: int) -> dict[str, Any]:
     trainer([callback], 40).fit(model, data)
     handle: Any = callback.handle
     return {
-        "same": same(model),
+        "same": equal_everywhere(model),
         "decided": handle.report() is not None,
         "compressing": callback._compression.scalars()["laconic/compressing"],
         "choice": handle.choice,
@@ -207,7 +195,7 @@ def hooks(rank: int) -> dict[str, Any]:
     strategy = DDPStrategy(ddp_comm_hook=lc.comm_hook, ddp_comm_state=ignored)
     trainer([], 2, strategy=strategy).fit(model, data)
     return {
-        "same": same(model),
+        "same": equal_everywhere(model),
         "ratio": state.stats().ratio,
         "steps": state.stats().steps,
         "ignored": ignored.stats().steps,
@@ -233,7 +221,7 @@ def options(rank: int) -> dict[str, Any]:
         callback = Compress("ecdq:error=0.08")
         trainer([callback], 4, **settings).fit(model, data)
         assert callback.handle is not None
-        found[name] = same(model) and callback.handle.stats().ratio > 2
+        found[name] = equal_everywhere(model) and callback.handle.stats().ratio > 2
     return found
 
 
@@ -252,7 +240,7 @@ def with_fabric(rank: int) -> dict[str, Any]:
         optimizer.zero_grad()
         fabric.backward(model(torch.randn(8, 64)).square().mean())
         optimizer.step()
-    return {"same": same(network), "ratio": handle.stats().ratio}
+    return {"same": equal_everywhere(network), "ratio": handle.stats().ratio}
 
 
 JOBS = (logs_and_accumulates, resumes, fits_twice, decides, hooks, options, with_fabric)
@@ -335,7 +323,8 @@ import torch.distributed as dist
 import laconic as lc
 from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies import DDPStrategy
-from test_frameworks_lightning import made, same, trainer
+from helpers import equal_everywhere
+from test_frameworks_lightning import made, trainer
 class OnCPU(DDPStrategy):
     def _register_ddp_hooks(self):
         _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook)
@@ -344,7 +333,7 @@ state = lc.HookState(model, "dqsg:bits=4")
 assert not dist.is_initialized()
 strategy = OnCPU(ddp_comm_hook=lc.comm_hook, ddp_comm_state=state)
 trainer([], 3, strategy=strategy).fit(model, data)
-assert same(model) and state.stats().steps == 3 and state.stats().ratio > 3
+assert equal_everywhere(model) and state.stats().steps == 3 and state.stats().ratio > 3
 """
 
 

@@ -17,7 +17,7 @@ PACKAGE = Path(laconic.__file__).parent
 
 # each layer imports from its own row and from rows above only
 LAYERS = (
-    ("errors", "_key", "_version", "_units"),
+    ("errors", "_key", "_version", "_units", "_host"),
     ("kernels",),
     ("_wire",),
     ("coders",),

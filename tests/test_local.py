@@ -13,8 +13,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from helpers import equal_everywhere
 from sklearn.datasets import load_digits
-from test_ddp import batch, equal_everywhere, flat, network
+from test_ddp import batch, flat, network
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import io
 import json
 import os
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import laconic as lc
 from laconic import lab
 from laconic.cli._app import app
+from laconic.cli._race_view import View
 from laconic.race import (
     COURSES,
     DEFAULT,
@@ -414,3 +418,49 @@ def test_bad_input_is_one_sentence(
     found = laconic(*words)
     assert found.exit_code == 2 and sentence in found.stderr
     assert found.stderr.count("\n") == 1
+
+
+# What is seen of it
+
+
+def looked(*events: Any, terminal: bool = True) -> str:
+    """What stands on a screen after some events, or what was printed on the way."""
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=100)
+    where = settings(rate="100mbit", steps=20, target=0.9)
+    with View(console, where, entries("fp32,ecdq,fp16"), shaped=True) as view:
+        for name, *what in events:
+            getattr(view, name)(*what)
+        if terminal:
+            console.print(view._show())
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+
+
+def test_a_table_fills_and_says_how_long_it_will_take() -> None:
+    fp32, ecdq = entries("fp32,ecdq")
+    planned = ("planned", {"fp32": 100.0, "ecdq": 10.0, "fp16": None})
+    assert "training with plain DDP, about 165 s left" in looked(planned, ("started", fp32))
+    half = replace(QUICK.points[1], sent_bytes=2.5e6)
+    shown = looked(
+        planned,
+        ("started", fp32),
+        ("ended", raced(SLOW)),
+        ("started", ecdq),
+        ("moved", ecdq, half),
+    )
+    last = shown[shown.rindex("strategy") :]
+    assert re.search(r"fp32 .* 95\.0% +2\.0 +1\.0 +100\.0 +20\.00 +1\.0", last)
+    assert re.search(r"ecdq +━+.* 50\.0% +10\.0 +2\.50", last)
+    assert "about 55 s left" in last  # of fp16: no prediction, so the mean of the others
+
+
+def test_without_a_terminal_every_strategy_is_a_line() -> None:
+    assert "ecdq: 95.0%, 10.0 ms and 1000.0 KB a step" in looked(
+        ("ended", raced(QUICK)), terminal=False
+    )
+
+
+def test_help_says_what_the_digits_course_takes() -> None:
+    told = " ".join(CliRunner().invoke(app, ["race", "--help"]).stdout.split())
+    course = COURSES["digits"]
+    assert f"digits take {course.steps}" in told and f"for digits {course.target:g}" in told

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from laconic._host import processor
 from laconic._key import Key
 from laconic.codecs import codec
 from laconic.errors import ConfigError
@@ -255,10 +254,4 @@ def _threads(count: int | None) -> Iterator[None]:
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return processor()

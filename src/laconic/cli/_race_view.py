@@ -13,9 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from laconic.race import Entry, Lane, Point, Race, Settings, seconds_to_target
+from laconic.race import PLAIN, Entry, Lane, Point, Race, Settings, seconds_to_target
 
-_PLAIN = "fp32"
 _BAR = 16
 
 
@@ -153,7 +152,7 @@ def _columns(target: float, *, predicted: bool = False, live: bool = False) -> T
 
 def _row(race: Race, lane: Lane) -> list[RenderableType]:
     seconds = seconds_to_target(race, lane)
-    plain = next((one for one in race.lanes if one.name == _PLAIN), None)
+    plain = next((one for one in race.lanes if one.name == PLAIN), None)
     base = seconds_to_target(race, plain) if plain else None
     step = lane.step_s if race.machine.shaped else lane.predicted_step_s
     sent, most = lane.points[-1].sent_bytes, plain.points[-1].sent_bytes if plain else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,12 +37,17 @@ def quantized(network: nn.Module, workers: int) -> Iterator[Quantized]:
         for number, gradient in enumerate(gradients):
             nbytes, error = _once(codec(spec), gradient, number, workers)
             sent, off = sent + nbytes, off + error
-        yield Quantized(codec=_family(spec), spec=spec, bits=8 * sent / values, error=off / power)
+        yield Quantized(codec=family(spec), spec=spec, bits=8 * sent / values, error=off / power)
 
 
-def _family(spec: str) -> str:
-    name, _, settings = spec.partition(":")
-    return f"{name}+rans" if "rans" in settings else name
+def family(spec: str) -> str:
+    """The line that a codec's settings make together.
+
+    >>> family("ecdq:error=0.08,coder=rans"), family("rotate(dqsg:bits=4):block=256")
+    ('ecdq+rans', 'rotate(dqsg)')
+    """
+    name = re.sub(r":[^)]*", "", spec)
+    return f"{name}+rans" if "coder=rans" in spec else name
 
 
 def _once(own: Any, x: Tensor, number: int, workers: int) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from laconic import lab
+from laconic._host import processor
 from laconic._key import Key
 from laconic.codecs import codec
 from laconic.errors import ConfigError
@@ -254,19 +255,10 @@ def _parameters(data: str) -> int:
 def _machine(lacking: str | None) -> Machine:
     return Machine(
         system=platform.platform(terse=True),
-        processor=_processor(),
+        processor=processor(),
         cores=len(os.sched_getaffinity(0)),
         python=platform.python_version(),
         torch=torch.__version__,
         shaped=lacking is None,
         why_unshaped=lacking,
     )
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from laconic._host import write_whole
 from laconic._version import __version__
 from laconic.errors import ConfigError
 from laconic.lab._rates import parse_rates
@@ -136,12 +137,15 @@ class Race:
     laconic: str = __version__
     format: int = _FORMAT
 
+    def seconds(self, lane: Lane, point: Point) -> float | None:
+        """Until that point; where links had no shape, predicted for links that have one."""
+        if self.machine.shaped:
+            return point.seconds
+        return None if lane.predicted_step_s is None else point.step * lane.predicted_step_s
+
     def save(self, path: str | Path) -> None:
         """Write it, whole or not at all; `load` reads it again."""
-        path = Path(path)
-        beside = path.with_name(path.name + ".part")
-        beside.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        beside.replace(path)
+        write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Race:

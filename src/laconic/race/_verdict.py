@@ -9,13 +9,9 @@ _ALIKE = 1.03  # closer than that is no difference
 
 
 def seconds_to_target(race: Race, lane: Lane) -> float | None:
-    """Until the target; where links had no shape, predicted for links that have one."""
+    """Until the target, if it was reached."""
     point = lane.reached(race.settings.target)
-    if point is None:
-        return None
-    if race.machine.shaped:
-        return point.seconds
-    return None if lane.predicted_step_s is None else point.step * lane.predicted_step_s
+    return None if point is None else race.seconds(lane, point)
 
 
 def verdict(race: Race) -> str:

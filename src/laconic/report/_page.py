@@ -14,6 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from laconic._host import write_whole
 from laconic.errors import ConfigError
 from laconic.race._result import Race
 from laconic.report import _tables as tables
@@ -34,10 +35,7 @@ _DOCUMENTS = (
 
 def write(race: Race, path: str | Path) -> None:
     """The report of a race, finished or not, as one file; whole or not at all."""
-    path = Path(path)
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(html(race), encoding="utf-8")
-    beside.replace(path)
+    write_whole(path, html(race))
 
 
 def html(race: Race) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
+from laconic.race._quantize import family
 from laconic.race._result import Lane, Point, Race
 from laconic.race._strategies import PLAIN
 from laconic.race._verdict import seconds_to_target
@@ -41,9 +41,7 @@ class Row:
     def codec(self) -> str:
         """The line in the figure of codecs: that of ecdq, of ecdq+rans, of rotate(qsgd)."""
         text = (self.lane.choice or self.lane.strategy).split("@")[0]
-        # a delayed schedule comes first: ssd k=4 ecdq:error=0.08
-        name = re.sub(r":[^)]*", "", text.split(" ")[-1])
-        return f"{name}+rans" if "coder=rans" in text else name
+        return family(text.split(" ")[-1])  # a schedule comes first: ssd k=4 ecdq:error=0.08
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +85,7 @@ def view(race: Race) -> View:
                 index=index,
                 lane=lane,
                 look=look(0 if lane is base else next(slots)),
-                seconds=tuple(_seconds(race, lane, point) for point in lane.points),
+                seconds=tuple(finite(race.seconds(lane, point)) for point in lane.points),
                 reached=lane.reached(race.settings.target),
                 reached_s=own_s,
                 sooner=_ratio(base_s, own_s),
@@ -102,12 +100,6 @@ def view(race: Race) -> View:
 def finite(value: float | None) -> float | None:
     """Nothing for NaN and infinity, which neither JSON nor an axis can hold."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _seconds(race: Race, lane: Lane, point: Point) -> float | None:
-    if race.machine.shaped:
-        return finite(point.seconds)
-    return finite(lane.predicted_step_s and lane.predicted_step_s * point.step)
 
 
 def _reached_s(race: Race, lane: Lane) -> float | None:
