@@ -363,10 +363,11 @@ def test_a_race(tmp_path: Path) -> None:
 
 def test_where_links_cannot_be_shaped_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "missing", lambda: "no tc here")
-    found = race(settings(rate="10mbit", steps=4), entries("fp32,dqsg"))
+    found = race(settings(rate="10mbit", steps=4, workers=3), entries("fp32,dqsg,auto"))
     assert not found.machine.shaped and found.machine.why_unshaped == "no tc here"
-    plain, dqsg = found.lanes
-    assert plain.link_bytes is None
+    plain, dqsg, auto = found.lanes
+    assert plain.link_bytes is None and plain.choice is None
+    assert auto.choice == "plain DDP" and auto.predicted_step_s is None  # no trial in four steps
     assert plain.predicted_step_s and dqsg.predicted_step_s
     wire = 8 * plain.sent_bytes / 10e6
     assert wire < plain.predicted_step_s < 2 * wire

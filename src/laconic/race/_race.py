@@ -158,7 +158,7 @@ class _Track:
             link_bytes=links / steps if isinstance(self.net, lab.Network) else None,
             predicted_step_s=_predicted(one, probe),
             same_bits=len({rank["weights"] for rank in finished}) == 1,
-            choice=finished[0]["choice"],
+            choice=_called(finished[0]["choice"]),
         )
 
     def accuracy(self) -> float:
@@ -197,6 +197,11 @@ def _compile(codecs: Sequence[str]) -> None:
         own: Any = codec(spec)
         shared = {"norm": own.local_norm(x), "workers": 2} if hasattr(own, "local_norm") else {}
         own.decode(own.encode(x, Key(), **shared), out=torch.zeros_like(x), add=True)
+
+
+def _called(choice: str | None) -> str | None:
+    """auto's "none" is no codec, and reads as no choice."""
+    return "plain DDP" if choice == "none" else choice
 
 
 def _usual_step(points: Sequence[Point]) -> float:
