@@ -81,6 +81,10 @@ class FSDPHandle:
             wire_seconds=self._run.traffic.wire_seconds,
         )
 
+    def close(self) -> None:
+        """Nothing is encoded any more: behind the last step. The process groups are FSDP's."""
+        self._run.closed = True
+
     def state_dict(self) -> dict[str, Any]:
         """What must be saved, on every rank, to go on exactly: counters, and codecs' memories."""
         return {

@@ -14,6 +14,7 @@ from laconic._version import __version__
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._agree import agree
+from laconic.exchanges._lane import Lane
 from laconic.schedules._module import same_start
 from laconic.schedules._ssd_checks import check_identity
 from laconic.server._chunk import Chunk
@@ -35,14 +36,16 @@ class FlatOptimizer(Optimizer):
     seed: int
     serves: bool  # this rank keeps weights for the others: call serve()
     _serving: Serving  # where `serves`
-    _group: dist.ProcessGroup
+    _lane: Lane
+    _roles: Roles | None
+    _rank: int
     _steps: int
     _away: bool  # this worker has left
     _swapped: bool  # the model shows global weights
 
     def _begin(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         """All ranks have the same settings, or all raise; then they have the same weights."""
-        self._group, self._steps, self._away, self._swapped = group, 0, False, False
+        self._rank, self._steps, self._away, self._swapped = group.rank(), 0, False, False
         more = {
             "laconic": __version__,
             "groups": str(settings_of(self.param_groups)),
@@ -53,7 +56,7 @@ class FlatOptimizer(Optimizer):
 
     def _keep(self, roles: Roles, *, most_delay: int | None) -> None:
         """On a server: its chunk of the weights."""
-        chunk = Chunk(self.flat, roles.number, roles.group, self.seed)
+        chunk = Chunk(self.flat, roles.number, roles.lane, self.seed)
         keeper = Keeper(chunk, self.flat, self.optimizer, self.codec, self.pull_codec)
         self._serving = Serving(keeper, roles, most_delay=most_delay)
 
@@ -69,8 +72,7 @@ class FlatOptimizer(Optimizer):
 
     def _identity(self) -> dict[str, str]:
         """What a saved state must agree with."""
-        group = self._group
-        of_rank = {"values": self.flat.numel, "ranks": group.size(), "rank": group.rank()}
+        of_rank = {"values": self.flat.numel, "ranks": self._lane.size, "rank": self._rank}
         return {**self._settings(), **{name: str(value) for name, value in of_rank.items()}}
 
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -97,6 +99,15 @@ class FlatOptimizer(Optimizer):
             codec.load_state_dict(state_dict["memory"])
         for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(settings)
+
+    def close(self) -> None:
+        """Give threads, connections and process groups back; on all ranks, behind the last step.
+
+        Waits for what is under way. It also happens when the process ends.
+        """
+        self._lane.close()
+        if self._roles is not None:
+            self._roles.close()
 
     def serve(self, each: Callable[[int], object] | None = None) -> None:
         """On server ranks: keep weights until the last worker has left, or is lost.
