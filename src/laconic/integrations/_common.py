@@ -58,3 +58,14 @@ def check_own(state: Mapping[str, Any], *memories: str) -> None:
             f"this is the state of rank {owner}, loaded by rank {own_rank()}, and what a rank "
             "remembers is its own: save one file a rank, or lc.AllRanks(handle).state_dict()"
         )
+
+
+def check_ranks(state: Mapping[str, Any], ranks: int | None, *memories: str) -> None:
+    """ConfigError if the state remembers something, and was saved by another number of ranks."""
+    before = state.get("ranks")
+    if None not in (before, ranks) and before != ranks and any(state.get(m) for m in memories):
+        raise ConfigError(
+            f"this state was saved by {before} ranks, and these are {ranks}: what each rank "
+            "remembers cannot be dealt out again. Resume on as many, or leave this state out: "
+            "weights and optimizer are complete without it"
+        )
