@@ -19,11 +19,11 @@ from laconic.exchanges import Exchange
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import Lane
 from laconic.exchanges._lane import lanes as make_lanes
+from laconic.exchanges._ledger import BUDGET, kappa_of, load_budget, saved_budget
 from laconic.exchanges._nested import nesting
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import Stats, check_own, own_rank
-from laconic.integrations._kappa import Kappa
 
 _MOST_FILLED = 1 / 64  # of a load, zeros that are encoded to save copying
 
@@ -108,7 +108,7 @@ class HookState:
         self.codec, self.exchange = self._pairs[""]
         check_warmup(warmup_steps)
         self.warmup_steps, self.seed, self.step = warmup_steps, seed, 0
-        self.scratch, self.kappa = Scratch(), Kappa()
+        self.scratch = Scratch()
         self.known: set[Hashable] = set()
         self.memory: dict[Hashable, Any] = {}  # of exchanges
         self._parameters: dict[int, tuple[int, str | None]] = {}  # number, and text if encoded
@@ -168,23 +168,25 @@ class HookState:
             exchange_seconds=sum(lane.seconds for lane in self.lanes),
             wire_seconds=sum(lane.traffic.wire_seconds for lane in self.lanes),
             local_bytes=sum(lane.traffic.local_bytes for lane in self.lanes),
-            kappa=self.kappa.mean(),
+            kappa=kappa_of(self.memory),
             nesting_ratio=nested and nested.ratio,
             decode_failures=nested and nested.failures,
             correlation=nested and nested.correlation,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved, on every rank, to go on exactly: steps, κ, and all memories."""
+        """What must be saved, on every rank, to go on exactly: steps, and all memories."""
         memories = {text: codec.state_dict() for text, codec in self._remembering()}
         return {
             "rank": own_rank(),
             "step": self.step,
             "turns": dict(self.turns),
             "codec": str(self.codec),
-            "kappa": self.kappa.state_dict(),
+            "budget": saved_budget(self.memory),
             "memory": memories,
-            "exchange memory": {key: _saved(kept) for key, kept in self.memory.items()},
+            "exchange memory": {
+                key: _saved(kept) for key, kept in self.memory.items() if key != BUDGET
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -193,10 +195,10 @@ class HookState:
             raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
         check_own(state, "memory", "exchange memory")
         self.step, self.turns = int(state["step"]), dict(state["turns"])
-        self.kappa.load_state_dict(state["kappa"])
         for text, codec in self._remembering():
             codec.load_state_dict(state["memory"][text])
         self.memory = dict(state.get("exchange memory", {}))  # exchanges take up what is theirs
+        load_budget(self.memory, state.get("budget"))
 
     def _remembering(self) -> list[tuple[str, Any]]:
         return [(text, codec) for text, (codec, _) in self._pairs.items() if codec.remembers]
