@@ -11,12 +11,12 @@ from torch import Tensor
 
 from laconic._key import Key
 from laconic._wire import Header, Wire
-from laconic.codecs._base import Codec, Into
+from laconic.codecs._base import Codec, ErrorBudget, Into
 from laconic.codecs._linear import check_choice, is_integer, no_norm
 from laconic.coders import coder
 from laconic.errors import ConfigError
 from laconic.kernels import backend
-from laconic.kernels._coding import BLOCK, LANES, Section, Subtract, table
+from laconic.kernels._coding import BLOCK, LANES, LARGEST, Budgets, Section, Subtract, table
 
 _SUBTRACT = {"auto": Subtract.AUTO, "always": Subtract.ALWAYS, "never": Subtract.NEVER}
 _DEFAULT_ERROR = 0.08
@@ -64,6 +64,7 @@ class ECDQ(Codec):
     id: ClassVar[int] = 9
     unbiased: ClassVar[bool] = True
     segmented: ClassVar[bool] = True
+    knows_error: ClassVar[bool] = True
 
     error: float | None = None
     step: float | None = None
@@ -94,15 +95,16 @@ class ECDQ(Codec):
         return self if self.error is None else replace(self, error=share * self.error)
 
     def variance_bound(self, d: int) -> float | None:
-        """Δ²/12 a value, Δ = f·rms, if the dither is subtracted; no choice is worse than that.
+        """`error`, or what steps of max|v|/32000 cost if that is more; f²/12 under `step`.
 
-        Where a sample of blocks found the step (error= and a choice), nothing is promised: None.
+        max_bits may ask for larger steps, and under `step` Δ²·φ(1-φ) is not bounded by Δ²/12.
         """
-        if self.subtract == "never" or self.max_bits is not None:
-            return None  # Δ·|v| a value: grows with how far v lies from the lattice
-        if self.step is None:
-            return self.error if self.subtract == "always" else None
-        return self.step**2 / 12
+        if self.max_bits is not None:
+            return None
+        most = 4 if self.subtract == "never" else 12  # no value costs more than Δ²/most
+        if self.error is not None:
+            return max(self.error, d / (most * LARGEST**2))
+        return None if self.step is None or most == 4 else self.step**2 / most
 
     def _header(
         self, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
@@ -131,27 +133,43 @@ class ECDQ(Codec):
     def _write(
         self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
     ) -> None:
+        self._write_within(ErrorBudget(), x, key, body, header, norm)
+
+    def _write_within(
+        self,
+        budget: ErrorBudget,
+        x: Tensor,
+        key: Key,
+        body: Tensor,
+        header: Header,
+        norm: Tensor | float | None,
+    ) -> None:
         no_norm(self.name, norm)
         steps, section = _sections(body, header)
-        kernels, subtract = backend(x.device), _SUBTRACT[self.subtract]
+        parts, kernels, subtract = header.parts, backend(x.device), _SUBTRACT[self.subtract]
+        error, budgets = self.error or 0.0, Budgets.of(len(parts), x.device)
+        shares = budget.shares or (1.0,) * len(parts)
         kernels.ecdq_steps(
             x,
             steps,
-            header.parts,
-            error=self.error or 0.0,
+            parts,
+            errors=tuple(error * share for share in shares),
             step=self.step or 0.0,
             max_bits=self.max_bits or 0.0,
             subtract=subtract,
+            budgets=budgets,
         )
         kernels.ecdq_encode(
             x,
             steps,
             section,
-            header.parts,
+            parts,
             stream=key.stream(),
             coder=int(coder(self.coder).kind),
             form=header.form,
             subtract=subtract,
+            budgets=budgets,
+            spent=budget.spent,
         )
 
     def _read(self, wire: Wire, body: Tensor, into: Into) -> None:

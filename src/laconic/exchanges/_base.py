@@ -55,7 +55,8 @@ class Call:
     `tensor` is a number that all ranks give this tensor and no other one at this step; `places` say
     which parameters it holds, for codecs with a step or a memory for each. `first_chunk` is the
     number of its first chunk: sub-groups that share a tensor's parts draw with chunks of their own.
-    `memory` is what an exchange remembers of its tensors: give the same one at every step.
+    `memory` is what an exchange remembers of its tensors: give the same one at every step. Codecs
+    with a budget (`error=`) find there how much of each parameter's gradient ranks have in common.
     """
 
     group: dist.ProcessGroup
@@ -64,7 +65,6 @@ class Call:
     tensor: int = 0
     first_chunk: int = 0
     places: tuple[Place, ...] = ()
-    kappa: float = 0.0  # ‖mean‖²/‖x‖² as last measured; 0 if it was not
     known: set[Hashable] = field(default_factory=set, compare=False)  # wires that were as expected
     memory: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # kept by the caller
     scratch: Scratch = field(default_factory=Scratch, compare=False)

@@ -58,15 +58,25 @@ def segments_of(places: Sequence[Place]) -> list[int] | None:
     return [place.numel for place in places] or None
 
 
-def encode(codec: Codec, x: Tensor, key: Key, places: Sequence[Place], call: Call) -> Wire:
-    """x's wire, in a scratch buffer of that chunk and phase."""
+def encode(
+    codec: Codec,
+    x: Tensor,
+    key: Key,
+    places: Sequence[Place],
+    call: Call,
+    **spending: Any,
+) -> Wire:
+    """x's wire, in a scratch buffer of that chunk and phase.
+
+    `spending` are shares= and spent= of codecs with a budget.
+    """
     segments = segments_of(places)
     room = codec.nbytes(x.numel(), x.dtype, segments)
     # n chunks of a tensor have n different remainders: none overwrites another
     name = f"wire {key.tensor % call.size} {key.phase}"
     buffer = call.scratch.take(name, room, x.device, torch.uint8)
     memory: dict[str, Any] = {"places": places} if codec.remembers and places else {}
-    return codec.encode(x, key, out=buffer, segments=segments, **memory)
+    return codec.encode(x, key, out=buffer, segments=segments, **memory, **spending)
 
 
 def decode(

@@ -161,16 +161,11 @@ def _carry(
     state: HookState, lane: Lane, buffer: Tensor, load: Load, step: int, rest: Tensor | None
 ) -> None:
     """One codec's part of the bucket, and values that travel with it."""
-    tensor, budget = load.pieces[0].number, load.codec.budget
-    call = _call(state, lane, step, load, tensor)
+    call = _call(state, lane, step, load, load.pieces[0].number)
     for piece in load.fillers:  # `rest` has their values
         _part(buffer, piece).zero_()
     with gathered(buffer, load.pieces, state.scratch) as x:
-        looking = nullcontext()
-        if budget is not None and lane.group.size() > 1:
-            looking = state.kappa.measuring(x, tensor, step, budget)
-        with looking:
-            load.exchange.mean(x, load.codec, call, rest)
+        load.exchange.mean(x, load.codec, call, rest)
 
 
 def _call(
@@ -182,7 +177,6 @@ def _call(
         step=step,
         tensor=tensor,
         places=load.places if load else (),
-        kappa=state.kappa.of(tensor, step),
         known=state.known,
         memory=state.memory,
         scratch=state.scratch,

@@ -22,12 +22,12 @@ from laconic.exchanges import Exchange
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import Lane
 from laconic.exchanges._lane import lanes as make_lanes
+from laconic.exchanges._ledger import BUDGET, kappa_of, load_budget, saved_budget
 from laconic.exchanges._nested import nesting
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.integrations._bucket_order import BucketOrder, real_numel
 from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import Stats, check_own, check_ranks, own_rank
-from laconic.integrations._kappa import Kappa
 
 _log = logging.getLogger("laconic")
 _MOST_FILLED = 1 / 64  # of a load, zeros that are encoded to save copying
@@ -119,7 +119,7 @@ class HookState:
         self.draws = seed  # once the model is known, the seed of its own draws
         self.even_alone, self.alone = even_alone, False
         self.order = BucketOrder(passes=2 if static_graph else 1)
-        self.scratch, self.kappa = Scratch(), Kappa()
+        self.scratch = Scratch()
         self.known: set[Hashable] = set()
         self.memory: dict[Hashable, Any] = {}  # of exchanges
         self._parameters: dict[int, tuple[int, str | None]] = {}  # number, and text if encoded
@@ -210,14 +210,14 @@ class HookState:
             exchange_seconds=sum(lane.seconds for lane in self.lanes),
             wire_seconds=sum(lane.traffic.wire_seconds for lane in self.lanes),
             local_bytes=sum(lane.traffic.local_bytes for lane in self.lanes),
-            kappa=self.kappa.mean(),
+            kappa=kappa_of(self.memory),
             nesting_ratio=nested and nested.ratio,
             decode_failures=nested and nested.failures,
             correlation=nested and nested.correlation,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved, on every rank, to go on exactly: steps, κ, and all memories."""
+        """What must be saved, on every rank, to go on exactly: steps, and all memories."""
         memories = {text: codec.state_dict() for text, codec in self._remembering()}
         return {
             "rank": own_rank(),
@@ -226,9 +226,11 @@ class HookState:
             "ranks": self.ranks,
             "order": self.order.state_dict(),
             "codec": str(self.codec),
-            "kappa": self.kappa.state_dict(),
+            "budget": saved_budget(self.memory),
             "memory": memories,
-            "exchange memory": {key: _saved(kept) for key, kept in self.memory.items()},
+            "exchange memory": {
+                key: _saved(kept) for key, kept in self.memory.items() if key != BUDGET
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -240,10 +242,10 @@ class HookState:
         self.step, self.turns = int(state["step"]), dict(state["turns"])
         if "order" in state:  # older states do not know it: their first step differs in rounding
             self.order.load_state_dict(state["order"])
-        self.kappa.load_state_dict(state["kappa"])
         for text, codec in self._remembering():
             codec.load_state_dict(state["memory"][text])
         self.memory = dict(state.get("exchange memory", {}))  # exchanges take up what is theirs
+        load_budget(self.memory, state.get("budget"))
 
     def _remembering(self) -> list[tuple[str, Any]]:
         return [(text, codec) for text, (codec, _) in self._pairs.items() if codec.remembers]

@@ -25,7 +25,6 @@ from laconic.integrations._common import Stats
 from laconic.integrations._compress import check_free, not_parallel, unwrapped
 from laconic.integrations._ddp import comm_hook, exchange_bucket, raise_after_backward
 from laconic.integrations._fsdp import is_fsdp
-from laconic.integrations._kappa import Kappa
 from laconic.integrations._state import HookState
 from laconic.planner._auto_candidates import ERROR, families_of, group_of, measurable
 from laconic.planner._auto_course import MEASURED, Ask, Candidate, Course, Do, Field
@@ -112,7 +111,6 @@ class Auto:
             self._states[spec] = HookState(
                 module, spec, policy=policy, seed=seed, group=self._group, lanes=own
             )
-        self._kappa = Kappa()
         self._share_out()
         self._meter = Meter(self._device) if meter is None else meter
         self._size = self._group.size()
@@ -284,7 +282,6 @@ class Auto:
         looking, self._looking = self._looking, None
         assert looking is not None
         looks = looking.wait()
-        self._kappa.load_state_dict({"used": looking.kappas(), "waiting": {}})
         encoded = sum(sizes[0] for sizes in self._sizes.values())
         rest = sum((every - part) * width for part, every, width in self._sizes.values())
         plain = sum(every * width for _, every, width in self._sizes.values())
@@ -304,10 +301,10 @@ class Auto:
         )
 
     def _share_out(self) -> None:
-        """One room for buffers, and what is known of gradients, for all strategies."""
+        """One room for buffers, and one order of buckets, for all strategies."""
         scratch, order = Scratch(), self._states[PLAIN].order
         for state in self._states.values():
-            state.scratch, state.kappa, state.order = scratch, self._kappa, order
+            state.scratch, state.order = scratch, order
 
     def _let_go(self) -> None:
         """Buffers that the choice may not need, and the memories of all others."""

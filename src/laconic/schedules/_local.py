@@ -37,7 +37,7 @@ class LocalStats(HasRatio):
     plain_bytes: int  # what synchronous fp32 DDP would have sent, in a ring
     wire_seconds: float  # in collectives, waiting for other ranks included
     local_bytes: int = 0  # inside nodes, where the exchange knows them; not in sent_bytes
-    kappa: float | None = None  # ‖mean‖²/‖own progress‖², where a budget made it worth measuring
+    kappa: float | None = None  # ‖mean‖²/average ‖progress‖², where there is a budget
 
 
 class LocalSGD(torch.optim.Optimizer):
@@ -300,7 +300,7 @@ class LocalSGD(torch.optim.Optimizer):
             plain_bytes=ring * self._since_made,
             wire_seconds=traffic.wire_seconds,
             local_bytes=traffic.local_bytes,
-            kappa=self._mean.kappa or None,
+            kappa=self._mean.kappa,
         )
 
     def state_dict(self) -> dict[str, Any]:

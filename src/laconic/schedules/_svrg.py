@@ -16,6 +16,7 @@ from laconic._version import __version__
 from laconic.codecs import QSGD, Codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, pair
+from laconic.exchanges._ledger import load_budget, saved_budget
 from laconic.schedules._finite_sum import FiniteSum, Loss
 from laconic.schedules._module import whole
 from laconic.schedules._world import World
@@ -258,6 +259,7 @@ class QSVRG:
             "taken": self._taken,
             "seen": self._seen.tolist(),
             "memory": own.state_dict() if own.remembers else {},
+            "budget": saved_budget(self._world.memory),
             **{name: getattr(self, f"_{name}").clone() for name in _VECTORS},
         }
 
@@ -273,6 +275,7 @@ class QSVRG:
         own: Any = self.codec
         if own.remembers:
             own.load_state_dict(state["memory"])
+        load_budget(self._world.memory, state.get("budget"))
         for name in _VECTORS:
             getattr(self, f"_{name}").copy_(state[name])
         self._sum.show(self._x)

@@ -1,7 +1,7 @@
 """CPU kernels: serial, vectorised by LLVM, without the GIL; `_pool` spreads them over cores."""
 
 from laconic.kernels._numba.coding import decode_integers, encode_integers
-from laconic.kernels._numba.ecdq import ecdq_decode, ecdq_encode, ecdq_steps
+from laconic.kernels._numba.ecdq import ecdq_decode, ecdq_encode
 from laconic.kernels._numba.linear import accumulate, dequantize, quantize, scales
 from laconic.kernels._numba.natural import natural_dequantize, natural_quantize, natural_reduce
 from laconic.kernels._numba.nested import nested_dequantize, nested_quantize
@@ -12,6 +12,7 @@ from laconic.kernels._numba.rotate import (
     rotate_quantize,
 )
 from laconic.kernels._numba.select import largest_entries
+from laconic.kernels._numba.steps import ecdq_steps
 from laconic.kernels._numba.sums import add_codes, read_sums
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Plain torch kernels: the definition that the fast ones must match byte for byte."""
 
 from laconic.kernels._reference.coding import decode_integers, encode_integers
-from laconic.kernels._reference.ecdq import ecdq_decode, ecdq_encode, ecdq_steps
+from laconic.kernels._reference.ecdq import ecdq_decode, ecdq_encode
 from laconic.kernels._reference.linear import accumulate, dequantize, quantize, scales
 from laconic.kernels._reference.natural import (
     natural_dequantize,
@@ -16,6 +16,7 @@ from laconic.kernels._reference.rotate import (
     rotate_quantize,
 )
 from laconic.kernels._reference.select import largest_entries
+from laconic.kernels._reference.steps import ecdq_steps
 from laconic.kernels._reference.sums import add_codes, read_sums
 
 __all__ = [
