@@ -93,6 +93,7 @@ class Mean:
             "norms": norms,
             "message": None if norms is None else self.message.clone(),
             "memory": codec.state_dict() if codec.remembers else None,
+            "exchange memory": saved(self._memory),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -106,6 +107,7 @@ class Mean:
             self._norms = _Norms(*state["norms"])
         if codec.remembers:
             codec.load_state_dict(state["memory"])
+        self._memory = dict(state["exchange memory"])  # exchanges take up what is theirs
 
     def _mean(self, call: Call, plain: bool) -> None:
         """In the thread. It waits for the device: norms are read when the mean is there."""
@@ -120,6 +122,14 @@ class Mean:
         largest = torch.linalg.vector_norm(self.message, math.inf)  # NaN if any value is
         before, after = (0.0, 0.0) if own is None else (own.item(), _norm(x))
         self._norms = _Norms(before, after, largest.item())
+
+
+def saved(memory: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    """What exchanges remember; as it was loaded, where it was not used since."""
+    return {
+        key: kept if isinstance(kept, Mapping) else kept.state_dict()
+        for key, kept in memory.items()
+    }
 
 
 def _norm(x: Tensor) -> float:
