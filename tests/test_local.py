@@ -692,9 +692,9 @@ def test_refusals_say_what_works(uses: ranks.Answers) -> None:
         assert "float32, float16 or bfloat16" in found["double"]
         assert "True or False" in found["policy"]
         assert "rank 0: 2; rank 1: 3; rank 2: 4" in found["ranks"]
-        assert "make LocalSGD when all are in its optimizer" in found["grew"]
-        assert found["state, codec"] == "this state is of none, not of fp16"
-        assert "another choice of buffers= or outer=" in found["state, outer"]
+        assert "added or taken away since LocalSGD was made" in found["grew"]
+        assert "codec none, not fp16" in found["state, codec"]
+        assert "outer Nesterov, not None" in found["state, outer"]
 
 
 def test_a_sub_group_trains(uses: ranks.Answers) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -101,6 +101,14 @@ class Call:
                 )
             first += place.numel
         return found
+
+
+def saved_memory(memory: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    """What exchanges remember, for a state_dict; as it was loaded, where it was not used since."""
+    return {
+        key: kept if isinstance(kept, Mapping) else kept.state_dict()
+        for key, kept in memory.items()
+    }
 
 
 class Exchange(ABC):

@@ -157,8 +157,9 @@ def ledger_of(memory: MutableMapping[Hashable, Any]) -> Ledger:
     """The ledger in a memory of exchanges; made if need be."""
     with _TAKING:
         found = memory.get(BUDGET)
-        if found is None:
-            found = memory[BUDGET] = Ledger()
+        if isinstance(found, Mapping):  # of a state_dict
+            found = Ledger.of(found)
+        memory[BUDGET] = found = found or Ledger()
         return found
 
 
@@ -177,7 +178,7 @@ def load_budget(memory: MutableMapping[Hashable, Any], state: Mapping[str, Any] 
     """Resume from such a state; from none, with nothing known."""
     memory.pop(BUDGET, None)
     if state is not None:
-        memory[BUDGET] = Ledger.of(state)
+        memory[BUDGET] = state
 
 
 def kappa_of(memory: MutableMapping[Hashable, Any]) -> float | None:

@@ -20,6 +20,7 @@ from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._agree import agree
+from laconic.exchanges._base import saved_memory
 from laconic.exchanges._lane import Lane
 from laconic.exchanges._lane import lanes as make_lanes
 from laconic.exchanges._ledger import BUDGET, kappa_of, load_budget, saved_budget
@@ -229,7 +230,7 @@ class HookState:
             "budget": saved_budget(self.memory),
             "memory": memories,
             "exchange memory": {
-                key: _saved(kept) for key, kept in self.memory.items() if key != BUDGET
+                key: kept for key, kept in saved_memory(self.memory).items() if key != BUDGET
             },
         }
 
@@ -291,11 +292,6 @@ def encodable(parameter: Tensor) -> bool:
 def _can_talk(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether there is a process group, and the model is where that takes tensors from."""
     return dist.is_initialized() and (device.type != "cpu" or dist.get_backend(group) != "nccl")
-
-
-def _saved(kept: Any) -> Mapping[str, Any]:
-    """What an exchange remembers; as it was loaded, if it was not used since."""
-    return kept if isinstance(kept, Mapping) else kept.state_dict()
 
 
 def _filled(

@@ -14,14 +14,15 @@ from laconic._version import __version__
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._agree import agree
-from laconic.schedules._module import same_start
+from laconic.schedules._module import load_buffers, own_buffers, same_start
 from laconic.schedules._ssd_checks import check_identity
 from laconic.server._chunk import Chunk
 from laconic.server._flat import Flat
 from laconic.server._keeper import Keeper
+from laconic.server._parameters import Trained
 from laconic.server._roles import Roles
 from laconic.server._serving import ServerStats, Serving
-from laconic.server._shard import settings_of
+from laconic.server._shard import check_optimizer, settings_of
 
 
 class FlatOptimizer(Optimizer):
@@ -35,13 +36,19 @@ class FlatOptimizer(Optimizer):
     seed: int
     serves: bool  # this rank keeps weights for the others: call serve()
     _serving: Serving  # where `serves`
+    _trained: Trained
+    _model: nn.Module
     _group: dist.ProcessGroup
     _steps: int
     _away: bool  # this worker has left
     _swapped: bool  # the model shows global weights
 
-    def _begin(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def _begin(self, model: nn.Module, group: dist.ProcessGroup, owners: int) -> None:
         """All ranks have the same settings, or all raise; then they have the same weights."""
+        name = type(self).__name__
+        self._model, self._trained = model, Trained(self.param_groups, model, name)
+        self._trained.check_dense(model, name)
+        self.flat = Flat(self._trained, owners)
         self._group, self._steps, self._away, self._swapped = group, 0, False, False
         more = {
             "laconic": __version__,
@@ -74,7 +81,7 @@ class FlatOptimizer(Optimizer):
         return {**self._settings(), **{name: str(value) for name, value in of_rank.items()}}
 
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Of a server: weights, optimizer and updates. Of a worker: steps and a codec's memory."""
+        """Of a server: weights, optimizer and updates. Of a worker: steps, buffers, memories."""
         if self.serves:
             return {"identity": self._identity(), "serving": self._serving.state_dict()}
         codec: Any = self.codec
@@ -83,11 +90,12 @@ class FlatOptimizer(Optimizer):
             "step": self._steps,
             "memory": codec.state_dict() if codec.remembers else None,
             "param_groups": settings_of(self.param_groups),
+            "buffers": own_buffers(self._model),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """On a server before `serve`; on a worker at any time between steps."""
-        check_identity(self._identity(), state_dict["identity"])
+        check_identity(self._identity(), state_dict)
         if self.serves:
             self._serving.load_state_dict(state_dict["serving"])
             return
@@ -97,6 +105,7 @@ class FlatOptimizer(Optimizer):
             codec.load_state_dict(state_dict["memory"])
         for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(settings)
+        load_buffers(self._model, state_dict["buffers"])
 
     def serve(self, each: Callable[[int], object] | None = None) -> None:
         """On server ranks: keep weights until the last worker has left, or is lost.
@@ -132,13 +141,22 @@ class FlatOptimizer(Optimizer):
         self._check_worker("step()")
         if self._swapped:
             raise ConfigError("step() inside global_weights(): leave the with block first")
-        trained = sum(p.requires_grad for group in self.param_groups for p in group["params"])
-        if trained != len(self.flat.parameters):
-            raise ConfigError(
-                "the optimizer's trainable parameters have changed: freeze, unfreeze and add "
-                "parameters before making the schedule"
-            )
+        self._follow_optimizer()
+        self.flat.check_shown(self._own_weights)
         self.optimizer._opt_called = True  # pyright: ignore (schedulers of its own look at this)
+
+    def _follow_optimizer(self) -> None:
+        """Its parameter groups are new objects after its load_state_dict, with other settings."""
+        inner = self.optimizer.param_groups
+        self._trained.check(inner)
+        if any(own is not group for own, group in zip(self.param_groups, inner, strict=True)):
+            check_optimizer(self.optimizer)
+            self.param_groups[:] = inner
+
+    @property
+    def _own_weights(self) -> Tensor:
+        """What the model was last given."""
+        raise NotImplementedError
 
     @contextmanager
     def _showing(self, weights: Tensor, own: Callable[[], Tensor]) -> Iterator[None]:

@@ -14,8 +14,9 @@ from torch import Tensor
 from laconic.codecs import Codec, Place
 from laconic.codecs._memory import Scratch
 from laconic.exchanges import Call, Exchange
+from laconic.exchanges._base import saved_memory
 from laconic.exchanges._lane import Lane
-from laconic.exchanges._ledger import kappa_of, load_budget, saved_budget
+from laconic.exchanges._ledger import kappa_of
 from laconic.exchanges._transport import plain_mean
 from laconic.schedules._behind import Behind, Ticket
 
@@ -83,10 +84,10 @@ class Mean:
         largest = self._arrived() if self.under_way else None
         codec: Any = self.route.codec
         return {
-            "budget": saved_budget(self.memory),
             "largest": largest,
             "message": None if largest is None else self.message.clone(),
             "memory": codec.state_dict() if codec.remembers else None,
+            "exchange memory": saved_memory(self.memory),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -94,13 +95,13 @@ class Mean:
         self._arrived()  # nobody needs it any more, but all ranks have begun it
         codec: Any = self.route.codec
         self._ticket = None
-        load_budget(self.memory, state.get("budget"))
         self.under_way = state["largest"] is not None
         if self.under_way:
             self.message.copy_(state["message"])
             self._largest = float(state["largest"])
         if codec.remembers:
             codec.load_state_dict(state["memory"])
+        self.memory = dict(state["exchange memory"])  # exchanges take up what is theirs
 
     def _mean(self, call: Call, plain: bool) -> None:
         """In the thread. It waits for the device: the largest value of the mean is read."""

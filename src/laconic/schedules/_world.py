@@ -37,7 +37,7 @@ class World:
         self._device, self._seed = device, seed
         self.scratch, self.traffic = Scratch(), Traffic()
         self._known: set[Hashable] = set()
-        self.memory: dict[Hashable, Any] = {}
+        self.memory: dict[Hashable, Any] = {}  # of exchanges
 
     def join(self, settings: dict[str, str], exchange: Exchange) -> None:
         """ConfigError on all ranks unless all have the same settings."""
