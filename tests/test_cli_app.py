@@ -161,9 +161,9 @@ def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             OddError("odd"),
             1,
-            "OddError: odd; nobody expected this, so it may be a bug: run it again",
+            "OddError: odd; unexpected error, probably a bug in laconic: run it again",
         ),
-        (OddError(), 1, "laconic: OddError; nobody"),
+        (OddError(), 1, "laconic: OddError; unexpected"),
         (KeyboardInterrupt(), 130, "laconic: interrupted"),
         (EOFError(), 130, "laconic: interrupted"),
     ],

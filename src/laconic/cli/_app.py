@@ -25,7 +25,7 @@ _EPILOG = examples(
     "laconic plan --link 1gbit --workers 8 --params 125m --compute 300ms",
     "laconic lab run --hosts 4 --rate 100mbit -- python train.py",
     "laconic codecs ecdq",
-    title="Exit codes: 0 fine, 1 something failed, 2 the input is to blame, 130 interrupted.",
+    title="Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted, 141 output unread.",
 )
 
 app = typer.Typer(

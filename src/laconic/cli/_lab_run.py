@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from laconic.cli._common import FAILED, INTERRUPTED, leave
+from laconic.cli._common import FAILED, INTERRUPTED, leave, print_json
 from laconic.errors import ConfigError
 from laconic.lab import Counters, Lab, Network, RankError, missing
 from laconic.lab._rates import parse_rates
@@ -26,7 +25,7 @@ def check(as_json: bool) -> None:
     rootless = lacking is not None and can_enter()
     ready = lacking is None or rootless
     if as_json:
-        print(json.dumps({"ready": ready, "user_namespace": rootless, "missing": lacking}))
+        print_json({"ready": ready, "user_namespace": rootless, "missing": lacking})
     elif rootless:
         print("A lab can run here without root, in a user namespace: laconic lab run does it.")
     else:
@@ -82,7 +81,7 @@ def _run(
 def _report(grown: list[Counters], seconds: float, as_json: bool) -> None:
     if as_json:
         links = [{"sent_bytes": g.sent_bytes, "received_bytes": g.received_bytes} for g in grown]
-        print(json.dumps({"seconds": seconds, "links": links}))
+        print_json({"seconds": seconds, "links": links})
         return
     table = Table(title=f"{seconds:.1f} s, and at the links")
     for name in ("host", "MB sent", "MB received"):

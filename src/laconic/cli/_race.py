@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from laconic.cli._common import Json, examples
+from laconic.cli._common import Force, Json, examples
 from laconic.cli._names import STRATEGIES, complete_strategies
 
 EPILOG = examples(
@@ -71,6 +71,7 @@ def race_command(
     no_report: Annotated[
         bool, typer.Option("--no-report", help="Write no page.", rich_help_panel=_OUT)
     ] = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Train the same network with several strategies over thin links, and say which one paid.
@@ -94,6 +95,7 @@ def race_command(
             rate=rate,
             save=save,
             report=None if no_report else report,
+            force=force,
             as_json=as_json,
         )
     )
