@@ -181,6 +181,15 @@ class Codec(ABC):
         parts = self._parts(numel, segments)
         return HEADER_BYTES + self._room(_header_of(self, numel, dtype, 1, parts)[0])
 
+    def least_nbytes(
+        self,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        segments: Sequence[int] | None = None,
+    ) -> int:
+        """No wire of `numel` values is shorter: header, scales and tables."""
+        return _header_of(self, numel, dtype, 1, self._parts(numel, segments))[0].nbytes
+
     @property
     def budget(self) -> float | None:
         """E‖Q(v) - v‖² / ‖v‖² that the codec was asked to spend; None if it was asked for bits."""
