@@ -207,6 +207,15 @@ class Codec(ABC):
     def check_workers(self, workers: int) -> None:  # noqa: B027 (most add up any number)
         """ConfigError, with what works, if wires of so many workers cannot be added."""
 
+    def least_nbytes(
+        self,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        segments: Sequence[int] | None = None,
+    ) -> int:
+        """No wire of `numel` values is shorter: header, scales and tables."""
+        return _header_of(self, numel, dtype, 1, self._parts(numel, segments))[0].nbytes
+
     @property
     def budget(self) -> float | None:
         """E‖Q(v) - v‖² / ‖v‖² that the codec was asked to spend; None if it was asked for bits."""

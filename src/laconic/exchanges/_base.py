@@ -9,14 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laconic._key import Key
 from laconic.codecs import Codec, Place
 from laconic.codecs._memory import Scratch
+from laconic.errors import ConfigError
 
 _CHUNKS = 1 << 20  # more than ranks: keys of different chunks differ
+VERIFY = ("auto", "sum", "none")
 
 
 @dataclass
@@ -57,6 +60,8 @@ class Call:
     number of its first chunk: sub-groups that share a tensor's parts draw with chunks of their own.
     `memory` is what an exchange remembers of its tensors: give the same one at every step. Codecs
     with a budget (`error=`) find there how much of each parameter's gradient ranks have in common.
+    `verify` says whether messages carry a check sum of all their bytes, or only of their frames:
+    "sum", "none", or "auto", which is "sum" for tensors on the CPU. All ranks give the same.
     """
 
     group: dist.ProcessGroup
@@ -69,6 +74,19 @@ class Call:
     memory: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # kept by the caller
     scratch: Scratch = field(default_factory=Scratch, compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    verify: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.verify not in VERIFY:
+            raise ConfigError(f"verify is one of {', '.join(VERIFY)}, not {self.verify!r}")
+
+    def sums(self, device: torch.device) -> bool:
+        """Whether messages of tensors there carry a check sum of all their bytes."""
+        return self.verify == "sum" or (self.verify == "auto" and device.type == "cpu")
+
+    def name_of(self, rank: int) -> str:
+        """What an error calls a rank of this group: its number among all ranks."""
+        return f"rank {dist.get_global_rank(self.group, rank)}"
 
     @property
     def size(self) -> int:

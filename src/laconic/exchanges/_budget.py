@@ -20,17 +20,16 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from laconic.codecs import Codec, Place
 from laconic.exchanges._base import Call
+from laconic.exchanges._frame import Kind
 from laconic.exchanges._ledger import LEAST, MOST, Ledger, Numbers, Spending, ledger_of
 from laconic.exchanges._transport import (
     Message,
-    _gather_single,
-    _measure,
     checked_sizes,
+    no_values,
     plain_mean,
     share,
 )
@@ -224,10 +223,9 @@ class Account:
     ) -> list[Message]:
         """`share`, and settle: owners' E1, E2 and M of their chunks travel with the lengths."""
         call = self.call
-        length = torch.zeros(1, dtype=torch.int64, device=message.wire.device)
-        _measure([message], length)
+        length = torch.as_tensor(message.nbytes, device=message.wire.device).view(1)
         every, found = self._every(length, numbers, 3)
-        lengths = checked_sizes(every.tolist(), sizes)
+        lengths = checked_sizes(every.tolist(), sizes, call)
         self.settle(*found)
         return share(message.cut(lengths[call.rank]), call, Sizes(lengths, known=True), rest)
 
@@ -265,12 +263,9 @@ def typical_shares(ranks: int, kappa: float) -> tuple[float, float]:
 
 
 def _gathered(mine: Tensor, call: Call) -> Tensor:
-    """Every rank's integers, on the host."""
+    """Every rank's integers, on the host: a message of its own, checked like any other."""
     n, width = call.size, mine.numel()
-    theirs = call.scratch.take("sizes and numbers", n * width, mine.device, torch.int64)
-    with call.traffic.sending(8 * width * (n - 1)):
-        if dist.get_backend(call.group) == "gloo":  # its all-gather is slower
-            dist.all_to_all_single(theirs, mine.repeat(n), group=call.group)
-        else:
-            _gather_single(theirs, mine, group=call.group)
-    return theirs.view(n, width).cpu()
+    message = Message(mine.view(torch.uint8), no_values(mine))
+    sizes = Sizes((8 * width,) * n, known=True)
+    every = share(message, call, sizes, [0] * n, Kind.NUMBERS)
+    return torch.stack([one.wire.view(torch.int64) for one in every]).cpu()

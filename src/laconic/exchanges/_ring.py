@@ -12,6 +12,7 @@ from torch import Tensor
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._base import Call, Exchange
+from laconic.exchanges._frame import FRAME_BYTES
 from laconic.exchanges._point_to_point import Flight, fly
 from laconic.exchanges._transport import gather_numbers
 from laconic.exchanges._wires import chunks_of
@@ -111,23 +112,23 @@ class _Round:
         first = (self._added((rank - 1) % n, p, None, 1) for p in pieces)
         if n == 1:
             for p, sums in enumerate(first):
-                self._decode(0, p, sums)
+                self._decode(0, p, sums[FRAME_BYTES:])
             return
         flying = [self._start(0, p, sums) for p, sums in enumerate(first)]
         last = 2 * n - 3
         for hop in range(last + 1):
             chunk, workers = (rank - 2 - hop) % n, hop + 2
             for p in pieces:
-                sums = flying[p].wait(self.call)
+                came, sums = flying[p].wait(self.call), flying[p].arriving
                 if workers <= n:
-                    sums = self._added(chunk, p, sums, workers)
+                    sums = self._added(chunk, p, came, workers)
                 if hop < last:
                     flying[p] = self._start(hop + 1, p, sums)
                 if workers >= n:
-                    self._decode(chunk, p, sums)
+                    self._decode(chunk, p, sums[FRAME_BYTES:])
 
     def _added(self, chunk: int, p: int, sums: Tensor | None, workers: int) -> Tensor:
-        """The sum of so many workers: own integers on top of what arrived, packed.
+        """The sum of so many workers: own integers on top of what arrived, packed behind a frame.
 
         Its buffer is free again: the wait for a piece is also one for what was sent from there.
         """
@@ -141,7 +142,7 @@ class _Round:
             self.kernels.add_codes(
                 own.payload,
                 sums,
-                out,
+                out[FRAME_BYTES:],
                 numel=part.numel(),
                 levels=self.levels,
                 bits=self.codec.bits,
@@ -177,11 +178,14 @@ class _Round:
         coming = self.parts[(rank - 2 - hop) % n][p].numel()
         # what arrived in the hop before may still be on its way from the other buffer
         room = self._buffer(f"arriving {hop % 2} {p}", coming, min(hop + 1, n))
-        name = f"ring {hop % 2} {p}"
-        return fly(sums, (rank + 1) % n, room, (rank - 1) % n, name, self.call)
+        name, number = f"ring {hop % 2} {p}", hop * self.pieces + p
+        return fly(sums, (rank + 1) % n, room, (rank - 1) % n, name, self.call, number=number)
 
     def _buffer(self, name: str, numel: int, workers: int) -> Tensor:
-        """Room for a sum of so many workers; taken at its largest, so that it is made once."""
-        most = packed_bytes(self.longest, self.widths[-1])
+        """Room for a frame and a sum of so many workers, none for no values.
+
+        Taken at its largest, so that it is made once.
+        """
+        most = FRAME_BYTES + packed_bytes(self.longest, self.widths[-1])
         room = self.call.scratch.take(f"ring {name}", most, self.device, torch.uint8)
-        return room[: packed_bytes(numel, self.widths[workers])]
+        return room[: FRAME_BYTES + packed_bytes(numel, self.widths[workers]) if numel else 0]

@@ -21,10 +21,16 @@ _GRAIN = 512  # chunks start at multiples: blocks of scales are not cut for noth
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the wires that arrive: known to all, or no more than so many each."""
+    """Bytes of the wires that arrive: known to all, or from `least` to so many each."""
 
     bytes: tuple[int, ...]
     known: bool
+    least: tuple[int, ...] = ()  # nothing: no bound
+
+    @property
+    def smallest(self) -> tuple[int, ...]:
+        """The fewest bytes of each."""
+        return self.least or (0,) * len(self.bytes)
 
     @staticmethod
     def of(
@@ -38,7 +44,11 @@ class Sizes:
             codec.nbytes(count, dtype, segments_of(own)) if count else 0
             for count, own in zip(counts, places, strict=True)
         ]
-        return Sizes(tuple(found), not codec.varies)
+        least = [
+            codec.least_nbytes(count, dtype, segments_of(own)) if count else 0
+            for count, own in zip(counts, places, strict=True)
+        ]
+        return Sizes(tuple(found), not codec.varies, tuple(least))
 
 
 def chunk_edges(numel: int, ranks: int, grain: int = _GRAIN) -> list[int]:

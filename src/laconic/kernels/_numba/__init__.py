@@ -3,6 +3,7 @@
 from laconic.kernels._numba.coding import decode_integers, encode_integers
 from laconic.kernels._numba.ecdq import ecdq_decode, ecdq_encode
 from laconic.kernels._numba.linear import accumulate, dequantize, quantize, scales
+from laconic.kernels._numba.message import message_check, payload_check
 from laconic.kernels._numba.natural import natural_dequantize, natural_quantize, natural_reduce
 from laconic.kernels._numba.nested import nested_dequantize, nested_quantize
 from laconic.kernels._numba.rotate import (
@@ -26,11 +27,13 @@ __all__ = [
     "ecdq_steps",
     "encode_integers",
     "largest_entries",
+    "message_check",
     "natural_dequantize",
     "natural_quantize",
     "natural_reduce",
     "nested_dequantize",
     "nested_quantize",
+    "payload_check",
     "quantize",
     "read_sums",
     "rotate_back",

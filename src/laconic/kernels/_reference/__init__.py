@@ -3,6 +3,7 @@
 from laconic.kernels._reference.coding import decode_integers, encode_integers
 from laconic.kernels._reference.ecdq import ecdq_decode, ecdq_encode
 from laconic.kernels._reference.linear import accumulate, dequantize, quantize, scales
+from laconic.kernels._reference.message import message_check, payload_check
 from laconic.kernels._reference.natural import (
     natural_dequantize,
     natural_quantize,
@@ -30,11 +31,13 @@ __all__ = [
     "ecdq_steps",
     "encode_integers",
     "largest_entries",
+    "message_check",
     "natural_dequantize",
     "natural_quantize",
     "natural_reduce",
     "nested_dequantize",
     "nested_quantize",
+    "payload_check",
     "quantize",
     "read_sums",
     "rotate_back",
