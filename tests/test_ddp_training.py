@@ -189,7 +189,7 @@ def kappa(rank: int) -> dict[str, Any]:
             sent.append(handle.stats().sent_bytes - before)
         found[name] = {
             "kappa": handle.stats().kappa,
-            "saved": 1 - sent[10] / sent[9],  # κ is used from step 10 on
+            "saved": 1 - sent[10] / sent[0],  # κ is used from the second step on
             "equal": equal_everywhere(model),
         }
     return found
@@ -261,5 +261,5 @@ def test_kappa_is_measured_and_saves_bytes(found: ranks.Answers) -> None:
         answer = found[rank, "kappa"]
         assert all(one["equal"] for one in answer.values())
         assert answer["equal"]["kappa"] == pytest.approx(1, abs=0.1)
-        assert answer["equal"]["saved"] > 0.06  # n·κ = 3: 0.75 bits a value less, one way of two
+        assert answer["equal"]["saved"] > 0.06  # n·κ = 3: 0.8 bits per value less, one way of two
         assert 1 / 3 - 0.05 < answer["own"]["kappa"] < 0.95

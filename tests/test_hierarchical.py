@@ -472,13 +472,12 @@ def test_settings_are_checked_and_named() -> None:
 def test_parts_have_draws_of_their_own() -> None:
     """However many chunks an exchange between nodes makes (ring: several for each rank)."""
     group: Any = None
-    call, parts = Call(group=group, tensor=2, kappa=0.5), torch.zeros(3000).split(1000)
+    call, parts = Call(group=group, tensor=2), torch.zeros(3000).split(1000)
     lanes = [_far(call, _Team(nodes=2, lanes=3), group, lane, parts) for lane in range(3)]
     keys = {lane.key(rank, chunk) for lane in lanes for rank in range(2) for chunk in range(500)}
     assert len(keys) == 3000
     following = Call(group=group, tensor=3)
     assert not keys & {following.key(rank, chunk) for rank in range(2) for chunk in range(500)}
-    assert all(lane.kappa == 0 for lane in lanes)  # of ranks, which a node's mean is not
 
 
 def test_a_wrong_environment_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -430,7 +430,7 @@ def watched(rank: int) -> dict[str, Any]:
     trained(rank, 6, period=2, exchange=way, policy=every, seed=5)
     found["draws"] = [(call.seed, call.step) for call in way.calls]
     found["places"] = [place.numel for place in way.calls[0].places]
-    found["kappa"] = [call.kappa > 0 for call in way.calls]
+    found["one memory"] = len({id(call.memory) for call in way.calls}) == 1
     for name, policy in {"default": None, "one": lambda name, p: name == "4.weight"}.items():
         other = Watched()
         trained(rank, 1, period=1, exchange=other, policy=policy)
@@ -678,9 +678,8 @@ def test_the_exchange_is_called_as_it_should_be(uses: ranks.Answers) -> None:
     for found in of_all(uses, "watched"):
         assert found["draws"] == [(5, 1), (5, 2), (5, 3)]
         assert sum(found["places"]) == 64 * 192 + 192 * 192 + 192 * 10 + 192 + 192 + 10
-        assert found["kappa"] == [False, True, True]
         assert found["default"] == [64 * 192, 192 * 192] and found["one"] == [192 * 10]
-        for name in ("one scratch", "behind", "went on", "error surfaces"):
+        for name in ("one scratch", "one memory", "behind", "went on", "error surfaces"):
             assert found[name], name
 
 

@@ -95,6 +95,7 @@ class Account:
         self._ledger: Ledger = ledger_of(call.memory)
         parameters, numels = self.parts.parameters, self.parts.numels
         self._factors = self._ledger.factors(parameters, numels, call.step)
+        self._promised = codec.variance_bound(1) is not None  # not under a ceiling of bits
         self.broken = np.zeros(len(parameters), dtype=bool)
 
     @staticmethod
@@ -105,8 +106,8 @@ class Account:
         counts: Sequence[int],
         first: float,
     ) -> Account | None:
-        """None for codecs without a budget, and for ranks that are alone."""
-        if codec.budget is None or call.size == 1:
+        """None for codecs without a budget, or that cannot tell what they spend; and if alone."""
+        if codec.budget is None or not codec.knows_error or call.size == 1:
             return None
         return Account(codec, call, places, counts, first)
 
@@ -160,7 +161,7 @@ class Account:
         spent, told = first + second, np.isfinite(first + second + squares)
         with np.errstate(all="ignore"):
             over = told & (spent > LIMIT * self.budget * true)
-            self.broken = over & self.codec.keeps_budget
+            self.broken = over & self._promised
             demand = self.first * self.budget * self._factors * true / first
             error = np.where(self.broken, 0.0, spent / true)  # 0/0 tells nothing
         demand = np.where(told & (first > 0), demand, np.nan)
@@ -223,32 +224,33 @@ class Account:
     ) -> list[Message]:
         """`share`, and settle: owners' E1, E2 and M of their chunks travel with the lengths."""
         call = self.call
-        length = torch.as_tensor(message.nbytes, device=message.wire.device).view(1)
-        every, found = self._every(length, numbers, 3)
-        lengths = checked_sizes(every.tolist(), sizes, call)
+        every, found = self._every(message.wire, message.length, numbers, 3)
+        lengths = checked_sizes(every, sizes, call)
         self.settle(*found)
         return share(message.cut(lengths[call.rank]), call, Sizes(lengths, known=True), rest)
 
     def settle_among(self, first: Tensor, mine: Tensor) -> None:
         """Settle, where owners encode no mean: E1 and M of their chunks in a message of its own."""
         numbers = [first, self.squares(self.call.rank, mine)] if mine.numel() else []
-        nothing = torch.zeros(0, dtype=torch.int64, device=mine.device)
-        spent, squares = self._every(nothing, numbers, 2)[1]
+        spent, squares = self._every(mine[:0], None, numbers, 2)[1]
         self.settle(spent, np.zeros_like(spent), squares)
 
     def _every(
-        self, mine: Tensor, numbers: Sequence[Tensor], kinds: int
-    ) -> tuple[Tensor, list[Numbers]]:
-        """All ranks' integers, and sums over owners of their segments' numbers."""
-        call, count, width = self.call, mine.numel(), max(map(len, self.parts.rows))
-        sent = torch.zeros(count + kinds * width, dtype=torch.int64, device=mine.device)
-        sent[:count].copy_(mine)
-        values = sent[count:].view(torch.float64).view(kinds, width)
+        self, wire: Tensor, length: Tensor | None, numbers: Sequence[Tensor], kinds: int
+    ) -> tuple[list[int], list[Numbers]]:
+        """Lengths of all ranks' wires, and sums over owners of their segments' numbers."""
+        call, n, width = self.call, self.call.size, max(map(len, self.parts.rows))
+        sent = torch.zeros(1 + kinds * width, dtype=torch.int64, device=wire.device)
+        sent[:1].copy_(length) if length is not None else sent[:1].fill_(wire.numel())
+        values = sent[1:].view(torch.float64).view(kinds, width)
         for row, found in zip(values, numbers, strict=False):  # none, of an empty chunk
             row[: found.numel()].copy_(found)
-        every = _gathered(sent, call)  # the one wait for a device
-        found = every[:, count:].contiguous().view(torch.float64).view(call.size, kinds, width)
-        return every[:, 0], [self._of_all(found[:, i].numpy()) for i in range(kinds)]
+        message = Message(sent.view(torch.uint8), no_values(wire))
+        sizes = Sizes((8 * sent.numel(),) * n, known=True)
+        arrived = share(message, call, sizes, [0] * n, Kind.NUMBERS)
+        every = torch.stack([one.wire for one in arrived]).cpu().view(torch.int64)  # a wait
+        found = every[:, 1:].contiguous().view(torch.float64).view(n, kinds, width)
+        return every[:, 0].tolist(), [self._of_all(found[:, i].numpy()) for i in range(kinds)]
 
     def _of_all(self, found: Numbers) -> Numbers:
         """Sums over chunks, from owners' numbers of each of their segments."""
@@ -260,12 +262,3 @@ def typical_shares(ranks: int, kappa: float) -> tuple[float, float]:
     """Shares of the budget that the two encodings of scatter-reduce settle at, for a steady κ."""
     known = ranks * kappa * ranks / max(1, ranks - 1)  # an owner's own values lose nothing
     return FIRST * min(max(known, LEAST), MOST), 1 - FIRST
-
-
-def _gathered(mine: Tensor, call: Call) -> Tensor:
-    """Every rank's integers, on the host: a message of its own, checked like any other."""
-    n, width = call.size, mine.numel()
-    message = Message(mine.view(torch.uint8), no_values(mine))
-    sizes = Sizes((8 * width,) * n, known=True)
-    every = share(message, call, sizes, [0] * n, Kind.NUMBERS)
-    return torch.stack([one.wire.view(torch.int64) for one in every]).cpu()

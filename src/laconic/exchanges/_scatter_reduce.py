@@ -69,11 +69,13 @@ class ScatterReduce(Exchange):
         total = call.scratch.take("sum", chunks[rank].numel(), x.device, torch.float32)
         account = Account.of(codec, call, places, list(map(len, chunks)), FIRST)
         sent = {"places": places, "rest": plain}
-        first = scatter(chunks, codec, call, total, rest_out=plain[rank], account=account, **sent)
         if account is None:
-            gather(total, codec, call, chunks, **sent)
-        else:
-            _gather_in_budget(total, codec, call, chunks, account=account, first=first, **sent)
+            half = codec.at_share(0.5)
+            scatter(chunks, half, call, total, rest_out=plain[rank], **sent)
+            gather(total, half, call, chunks, **sent)
+            return
+        first = scatter(chunks, codec, call, total, rest_out=plain[rank], account=account, **sent)
+        _gather_in_budget(total, codec, call, chunks, account=account, first=first, **sent)
 
 
 def scatter(
