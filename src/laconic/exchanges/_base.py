@@ -77,8 +77,7 @@ class Call:
     verify: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.verify not in VERIFY:
-            raise ConfigError(f"verify is one of {', '.join(VERIFY)}, not {self.verify!r}")
+        checked_verify(self.verify)
 
     def sums(self, device: torch.device) -> bool:
         """Whether messages of tensors there carry a check sum of all their bytes."""
@@ -119,6 +118,13 @@ class Call:
                 )
             first += place.numel
         return found
+
+
+def checked_verify(verify: str) -> str:
+    """ConfigError unless it is one of the ways to check messages."""
+    if verify not in VERIFY:
+        raise ConfigError(f"verify is one of {', '.join(VERIFY)}, not {verify!r}")
+    return verify
 
 
 def saved_memory(memory: Mapping[Hashable, Any]) -> dict[Hashable, Any]:

@@ -186,6 +186,20 @@ def kappa_of(memory: MutableMapping[Hashable, Any]) -> float | None:
     return ledger_of(memory).kappa() if BUDGET in memory else None
 
 
+def error_stats(memory: MutableMapping[Hashable, Any]) -> dict[str, Any]:
+    """The fields of statistics about the error that was made, from what exchanges remember."""
+    report = budget_report(memory)
+    if report is None:
+        return {}
+    return {
+        "error_budget": report.budget,
+        "error_mean": report.mean,
+        "error_largest": report.largest,
+        "exact_means": report.fallbacks,
+        "kappa": kappa_of(memory),
+    }
+
+
 def _observe(rows: Numbers, step: int, found: Spending) -> None:
     """Move mean and variance of ln(n·κ); begin anew where the last evidence is gone."""
     seen = found.demand == found.demand

@@ -22,6 +22,11 @@ class Stats(HasRatio):
     exchange_seconds: float  # in the communication thread: codec, copies and wire
     wire_seconds: float  # of these, in collectives, waiting for other ranks included
     local_bytes: int = 0  # inside nodes, where the exchange knows them; not in sent_bytes
+    # of codecs with a budget: expected relative squared error of the mean gradient, of parameters
+    error_budget: float | None = None  # what was asked for
+    error_mean: float | None = None  # over parameters and steps
+    error_largest: float | None = None  # of any parameter at any step
+    exact_means: int | None = None  # how often only a parameter's exact mean could keep the budget
     kappa: float | None = None  # ‖mean‖²/‖own gradient‖², where a budget made it worth measuring
     # of the nested exchange, where it is used
     nesting_ratio: float | None = None  # ρ in use, mean over owners of chunks; dqsg counts as 2M+1

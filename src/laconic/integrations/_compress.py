@@ -34,6 +34,7 @@ def compress(
     seed: int = 0,
     timeout_s: float | None = None,
     even_alone: bool = False,
+    verify: str = "auto",
     weights: str | Codec | None = None,
     between: str | None = None,
 ) -> Handle:
@@ -43,6 +44,7 @@ def compress(
         "policy": policy,
         "warmup_steps": warmup_steps,
         "seed": seed,
+        "verify": verify,
     }
     model = unwrapped(model)
     if isinstance(model, DistributedDataParallel):

@@ -35,11 +35,14 @@ def comm_hook(state: HookState, bucket: Any) -> Future[Tensor]:
 def exchange_bucket(state: HookState, bucket: Bucket) -> Future[Tensor]:
     """Start the exchange of a bucket that is laid out as it must be."""
     buffer, step = bucket.buffer(), state.step
+    lane = state.lanes[bucket.index() % len(state.lanes)]
     if bucket.is_last():
         state.step += 1
+        state.watch_budget(step)
+        if state.replicas_due(step):
+            start(lane, buffer.new_empty(0), partial(state.compare_replicas, lane, step))
     if state.alone:
         return _done(buffer)
-    lane = state.lanes[bucket.index() % len(state.lanes)]
     if buffer.is_sparse:
         state.warn_of_sparse(bucket.parameters())
         own = buffer * (1 / lane.group.size())  # in place it would change what backward still reads
@@ -180,6 +183,7 @@ def _call(
         known=state.known,
         memory=state.memory,
         scratch=state.scratch,
+        verify=state.verify,
         traffic=lane.traffic,
     )
 

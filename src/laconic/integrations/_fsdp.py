@@ -17,6 +17,8 @@ from laconic.codecs import Codec, codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, ScatterReduce
 from laconic.exchanges._agree import agree
+from laconic.exchanges._base import checked_verify
+from laconic.exchanges._ledger import error_stats, load_budget, saved_budget
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import Stats, check_own, check_ranks, own_rank
@@ -50,6 +52,7 @@ class FSDPHandle:
         policy: Chooser | None = None,
         warmup_steps: int = 0,
         seed: int = 0,
+        verify: str = "auto",
         weights: str | Codec | None = None,
         between: str | None = None,
     ) -> None:
@@ -58,7 +61,10 @@ class FSDPHandle:
         self._pairs = Choices(spec, exchange)
         self.codec, self.exchange = self._pairs[""]
         self.weights = None if weights is None else _weights_codec(weights)
-        self.seed, self._run = seed, Run(seed=seed, warmup_steps=warmup_steps)
+        self.seed, self._run = (
+            seed,
+            Run(seed=seed, warmup_steps=warmup_steps, verify=checked_verify(verify)),
+        )
         self._lines: list[str] = []
         self._units = list(self._found(model, policy or Policy()))
         self._run.seed = seed_of(seed, "\n".join(self._lines))
@@ -82,6 +88,7 @@ class FSDPHandle:
             plain_bytes=self._run.plain_bytes,
             exchange_seconds=self._run.exchange_seconds,
             wire_seconds=self._run.traffic.wire_seconds,
+            **error_stats(self._run.memory),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,6 +98,7 @@ class FSDPHandle:
             "ranks": dist.get_world_size(),
             "codec": str(self.codec),
             "steps": {unit.name: [unit.reductions, unit.means] for unit in self._units},
+            "budget": saved_budget(self._run.memory),
             "memory": {name: own.state_dict() for name, own in self._remembering()},
         }
 
@@ -100,6 +108,7 @@ class FSDPHandle:
             raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
         check_own(state, "memory")
         check_ranks(state, dist.get_world_size(), "memory")
+        load_budget(self._run.memory, state.get("budget"))
         steps = state["steps"]
         latest = [max((pair[i] for pair in steps.values()), default=0) for i in range(2)]
         for unit in self._units:
@@ -158,6 +167,7 @@ class FSDPHandle:
             "weights": str(self.weights),
             "between": self.between,
             "warmup_steps": str(self._run.warmup_steps),
+            "verify": self._run.verify,
             "seed": str(self.seed),
             "parameters": "\n".join(self._lines),
         }

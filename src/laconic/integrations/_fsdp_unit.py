@@ -26,6 +26,7 @@ class Run:
 
     seed: int
     warmup_steps: int
+    verify: str = "auto"
     scratch: Scratch = field(default_factory=Scratch)
     traffic: Traffic = field(default_factory=Traffic)
     known: set[Hashable] = field(default_factory=set)
@@ -107,6 +108,7 @@ class Unit:
             memory=run.memory,
             scratch=run.scratch,
             traffic=run.traffic,
+            verify=run.verify,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,17 +21,27 @@ from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._agree import agree
-from laconic.exchanges._base import saved_memory
+from laconic.exchanges._base import checked_verify, saved_memory
 from laconic.exchanges._lane import Lane
 from laconic.exchanges._lane import lanes as make_lanes
-from laconic.exchanges._ledger import BUDGET, kappa_of, load_budget, saved_budget
+from laconic.exchanges._ledger import (
+    BUDGET,
+    budget_report,
+    error_stats,
+    load_budget,
+    saved_budget,
+)
 from laconic.exchanges._nested import nesting
 from laconic.exchanges._policy import Chooser, Policy
+from laconic.exchanges._replicas import compare, digest
 from laconic.integrations._bucket_order import BucketOrder, real_numel
 from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import Stats, check_own, check_ranks, own_rank
 
 _log = logging.getLogger("laconic")
+_CHECKED_EVERY = 500  # steps between two comparisons of weights
+_LOOKED_EVERY = 100  # steps between two looks at the error that was made
+_TOLERATED = 1.2  # times the budget
 _MOST_FILLED = 1 / 64  # of a load, zeros that are encoded to save copying
 
 
@@ -105,6 +116,7 @@ class HookState:
         group: dist.ProcessGroup | None = None,
         timeout_s: float = 300.0,
         even_alone: bool = False,
+        verify: str = "auto",
         static_graph: bool = False,
         lanes: tuple[Lane, ...] | None = None,
     ) -> None:
@@ -120,6 +132,9 @@ class HookState:
         self.draws = seed  # once the model is known, the seed of its own draws
         self.even_alone, self.alone = even_alone, False
         self.order = BucketOrder(passes=2 if static_graph else 1)
+        self.verify = checked_verify(verify)
+        self._every, self._weights = _CHECKED_EVERY, list[weakref.ref[Tensor]]()
+        self._over_budget = False  # said so
         self.scratch = Scratch()
         self.known: set[Hashable] = set()
         self.memory: dict[Hashable, Any] = {}  # of exchanges
@@ -151,6 +166,7 @@ class HookState:
             "codec": str(self.codec),
             "exchange": str(self.exchange),
             "warmup_steps": str(self.warmup_steps),
+            "verify": self.verify,
             "seed": str(self.seed),
             "parameters": "\n".join(layout),
         }
@@ -173,10 +189,48 @@ class HookState:
             self._parameters[id(parameter)] = number, text
             lines.append(line(name, parameter, text))
         trained = [one for one in module.parameters() if one.requires_grad]
+        self._weights = [weakref.ref(one) for one in trained]
         self.order.know((self._parameters[id(one)][0], one) for one in trained)
         self.draws = seed_of(self.seed, "\n".join(lines))
         self._warn(strange, "their dtype cannot be encoded")
         return lines
+
+    def check_replicas(self, every: int = _CHECKED_EVERY) -> None:
+        """Compare the weights of all ranks every so many steps; 0 for never. On all ranks.
+
+        Eight bytes per rank travel. If they differ, `backward` raises `lc.ReplicaError` on all
+        ranks, which names those that differ from most.
+        """
+        if not isinstance(every, int) or isinstance(every, bool) or every < 0:
+            raise ConfigError(f"check_replicas: every must be an integer from 0, not {every!r}")
+        self._every = every
+
+    def replicas_due(self, step: int) -> bool:
+        """Whether weights are to be compared at this step."""
+        return bool(self._every) and step > 0 and step % self._every == 0
+
+    def compare_replicas(self, lane: Lane, step: int) -> None:
+        """In a lane's thread, before the step's last bucket ends: nobody changes weights yet."""
+        weights = [one for ref in self._weights if (one := ref()) is not None]
+        compare(digest(weights), lane.group, step)
+
+    def watch_budget(self, step: int) -> None:
+        """Say once if the error that was made has left the budget; it is looked at now and then."""
+        if self._over_budget or step % _LOOKED_EVERY != _LOOKED_EVERY - 1 or own_rank() != 0:
+            return
+        report = budget_report(self.memory)
+        if report is not None and report.mean > _TOLERATED * report.budget:
+            self._over_budget = True
+            worst = max(report.parameters, key=lambda one: one.mean)
+            _log.warning(
+                "the mean gradient's error is %.3g, and error=%g was asked for (worst: %s, %.3g): "
+                "leave max_bits= out, or give that parameter a codec of its own, "
+                "policy=lc.Policy(rules=..)",
+                report.mean,
+                report.budget,
+                self._names[worst.parameter] if worst.parameter < len(self._names) else "?",
+                worst.mean,
+            )
 
     def warn_of_sparse(self, parameters: Sequence[Tensor]) -> None:
         """Say once that sparse gradients travel as they are."""
@@ -211,7 +265,7 @@ class HookState:
             exchange_seconds=sum(lane.seconds for lane in self.lanes),
             wire_seconds=sum(lane.traffic.wire_seconds for lane in self.lanes),
             local_bytes=sum(lane.traffic.local_bytes for lane in self.lanes),
-            kappa=kappa_of(self.memory),
+            **error_stats(self.memory),
             nesting_ratio=nested and nested.ratio,
             decode_failures=nested and nested.failures,
             correlation=nested and nested.correlation,

@@ -18,6 +18,7 @@ from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, pair
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import Lane, own_group
+from laconic.exchanges._ledger import error_stats
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.exchanges._ratio import HasRatio
 from laconic.schedules._local_checks import check, delay_of
@@ -40,6 +41,11 @@ class LocalStats(HasRatio):
     plain_bytes: int  # what synchronous fp32 DDP would have sent, in a ring
     wire_seconds: float  # in collectives, waiting for other ranks included
     local_bytes: int = 0  # inside nodes, where the exchange knows them; not in sent_bytes
+    # of codecs with a budget: expected relative squared error of the mean progress, of parameters
+    error_budget: float | None = None  # what was asked for
+    error_mean: float | None = None  # over parameters and exchanges
+    error_largest: float | None = None  # of any parameter at any exchange
+    exact_means: int | None = None  # how often only the exact mean could keep the budget
     kappa: float | None = None  # ‖mean‖²/average ‖progress‖², where there is a budget
 
 
@@ -323,7 +329,7 @@ class LocalSGD(torch.optim.Optimizer):
             plain_bytes=ring * self._since_made,
             wire_seconds=traffic.wire_seconds,
             local_bytes=traffic.local_bytes,
-            kappa=self._mean.kappa,
+            **error_stats(self._mean.memory),
         )
 
     def _identity(self) -> dict[str, str]:

@@ -16,7 +16,6 @@ from laconic.codecs._memory import Scratch
 from laconic.exchanges import Call, Exchange
 from laconic.exchanges._base import saved_memory
 from laconic.exchanges._lane import Lane
-from laconic.exchanges._ledger import kappa_of
 from laconic.exchanges._transport import plain_mean
 from laconic.schedules._behind import Behind, Ticket
 
@@ -68,11 +67,6 @@ class Mean:
         largest = self._arrived()
         self.under_way = False
         return math.isfinite(largest)
-
-    @property
-    def kappa(self) -> float | None:
-        """‖mean‖²/(average ‖own‖²), where a budget made it worth measuring."""
-        return kappa_of(self.memory)
 
     def _arrived(self) -> float:
         if self._ticket is not None:
