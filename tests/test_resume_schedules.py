@@ -764,3 +764,30 @@ def test_optimizers_that_need_a_closure_are_refused() -> None:
     model = small()
     with pytest.raises(lc.ConfigError, match="LBFGS evaluates its closure several times"):
         lc.LocalSGD(torch.optim.LBFGS(model.parameters()), model)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["local ecdq", "local feedback", "local overlap", "ssd feedback"])
+@pytest.mark.usefixtures("alone")
+def test_a_gpu_resumes_from_a_state_on_the_cpu(name: str) -> None:
+    def go(model: nn.Module, opt: Any, first: int, last: int) -> None:
+        for number in range(first, last):
+            x = torch.randn(8, 20, generator=torch.Generator().manual_seed(number)).cuda()
+            opt.zero_grad()
+            nn.functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
+            opt.step()
+
+    model = Net(0).cuda()
+    opt = CASES[name](model)
+    go(model, opt, 0, 7)
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, map_location="cpu", weights_only=True)
+    go(model, opt, 7, STEPS)
+    other = Net(9).cuda()
+    other.frozen.data.copy_(model.frozen)
+    again = CASES[name](other)
+    again.load_state_dict(saved)
+    go(other, again, 7, STEPS)
+    assert equal(everything(other, again), everything(model, opt))
