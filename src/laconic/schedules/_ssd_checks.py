@@ -107,9 +107,9 @@ def check_identity(
     if differing:
         wrong = [_difference(name, str(there.get(name)), here[name]) for name in differing]
         raise ConfigError(
-            f"this state has {'; '.join(wrong)}. Load each rank's own state, on as many ranks and "
-            f"with the same settings. To go on with other ones, load {weights} into the model "
-            "before making the schedule"
+            f"this state has {'; '.join(wrong)}. Load each rank's own state (lc.PerRank in "
+            "torch.distributed.checkpoint), on as many ranks and with the same settings. To go on "
+            f"with other ones, load {weights} into the model before making the schedule"
         )
 
 

@@ -78,14 +78,17 @@ class Flat:
 
         torch counts what is done to a tensor; values are compared only where it counted something.
         """
-        views = zip(self.names, self.parameters, self._views(x), strict=True)
-        for (name, p, part), now, then in zip(views, self._versions(), self._shown, strict=True):
-            if now != then and not same_values(p.detach(), part):
+        shown = self._versions()
+        if shown == self._shown:
+            return
+        for name, p, part in zip(self.names, self.parameters, self._views(x), strict=True):
+            if not same_values(p.detach(), part):
                 raise ConfigError(
                     f"{name} was changed since the schedule last wrote it, which the weights that "
                     "ranks share would not notice: load weights before making the schedule; its "
                     "own state_dict() has this rank's"
                 )
+        self._shown = shown
 
     def _versions(self) -> list[int]:
         return [p._version for p in self.parameters]
@@ -113,5 +116,5 @@ class Flat:
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether a is b in a's precision; NaN is NaN."""
-    return torch.equal(a.nan_to_num(), b.to(a.dtype).nan_to_num())
+    """Whether a is b, in the precision and on the device of a; NaN is NaN."""
+    return torch.equal(a.nan_to_num(), b.to(a).nan_to_num())

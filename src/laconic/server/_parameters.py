@@ -35,6 +35,7 @@ class Trained:
         self.groups: list[list[Named]] = [[(self._name(p), p) for p in some] for some in own]
         self.named: list[Named] = [one for group in self.groups for one in group]
         self._trains = {id(p) for _, p in self.named}
+        self._ids = [list(map(id, some)) for some in self._known]  # these stay: they are held
         _check_kinds(self.named)
         _check_memory(self.named)
 
@@ -43,8 +44,7 @@ class Trained:
 
     def check(self, groups: Sequence[dict[str, Any]]) -> None:
         """ConfigError if the optimizer has other parameters now, or trains others."""
-        now: list[list[nn.Parameter]] = [group["params"] for group in groups]
-        if [list(map(id, some)) for some in now] != [list(map(id, some)) for some in self._known]:
+        if [list(map(id, group["params"])) for group in groups] != self._ids:
             raise ConfigError(
                 f"parameters were added or taken away since {self._owner} was made, and it would "
                 f"leave some of them out: do that first, {self._again}"
