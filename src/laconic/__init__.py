@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from laconic._version import __version__
-from laconic.errors import ConfigError, LaconicError, LostError, WireError
+from laconic.errors import ConfigError, LaconicError, LostError, ReplicaError, WireError
 
 if TYPE_CHECKING:  # all of these are imported when first used: see __getattr__
     from collections.abc import Sequence
@@ -117,6 +117,7 @@ __all__ = [
     "Place",
     "Policy",
     "QSGDTopK",
+    "ReplicaError",
     "Ring",
     "Rotate",
     "ScatterReduce",

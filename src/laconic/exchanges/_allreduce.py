@@ -31,7 +31,7 @@ class AllReduce(Exchange):
 
            Σ_k w_k·(Σ_i q_ik) = Σ_i h_i   mod 2^32
 
-       Sums of floats have no such check: what the backend makes of them is taken, as plain DDP does.
+       Sums of floats have none: above 1 MiB the backend's result is taken, as plain DDP takes it.
 
     Bytes a rank sends: those of the backend's all-reduce, 2·(n-1)/n of the payload for a ring.
     """

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.exchanges import _frame
 from laconic.exchanges._base import Call
 from laconic.exchanges._frame import (
     FRAME_BYTES,
     Name,
-    arrived,
     check_of,
     judge,
     salt_of,
@@ -51,7 +51,7 @@ class _Seen:
         for row, name, size in zip(self.rows.tolist(), self.names, self.sizes, strict=True):
             good = row[3] == row[4]
             if not self.call.sums(self.device):
-                good = row[3] == check_of(_frame(row[:3], self.call, name), self.call, name)
+                good = row[3] == check_of(_sealed(row[:3], self.call, name), self.call, name)
             judge(row[:3], good, size, self.call, name)
 
 
@@ -74,7 +74,7 @@ def opened_on_device(messages: Named, call: Call) -> list[Tensor]:
     """What follows every frame; WireError for an earlier message that is now known to be wrong."""
     raise_what_is_known(call.group)
     for data, name in messages:
-        arrived(data, name.sender, call)
+        _frame.arrived(data, name.sender, call)
     got = _words(torch.cat([data[:FRAME_BYTES] for data, _ in messages]))
     want = _words(_expected(messages, call))
     if call.sums(got.device):
@@ -104,7 +104,7 @@ def announce_on_device(
     read = iter(torch.cat(unknown).tolist() if unknown else ())
     found = [next(read) if isinstance(length, Tensor) else length for length in lengths]
     frames = [
-        _frame(words_of(nbytes, call, name), call, name)
+        _sealed(words_of(nbytes, call, name), call, name)
         for nbytes, name in zip(found, names, strict=True)
     ]
     out.copy_(torch.cat(frames))
@@ -114,7 +114,7 @@ def _expected(messages: Named, call: Call) -> Tensor:
     """The frames of these messages with checks of the frames alone, on their device."""
     frames = torch.cat(
         [
-            _frame(words_of(data.numel() - FRAME_BYTES, call, name), call, name)
+            _sealed(words_of(data.numel() - FRAME_BYTES, call, name), call, name)
             for data, name in messages
         ]
     )
@@ -124,7 +124,7 @@ def _expected(messages: Named, call: Call) -> Tensor:
     return frames.pin_memory().to(device, non_blocking=True)
 
 
-def _frame(words: Sequence[int], call: Call, name: Name) -> Tensor:
+def _sealed(words: Sequence[int], call: Call, name: Name) -> Tensor:
     """On the host, with the check of the frame alone."""
     frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
     write(frame, words, 0)

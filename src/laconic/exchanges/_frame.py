@@ -57,7 +57,8 @@ Words = tuple[int, int, int]  # the first three
 def arrived(data: Tensor, sender: int, call: Call) -> None:
     """Every message that came from another rank passes here before it is checked.
 
-    Does nothing: tests and fault injectors put their own in its place, to change bytes.
+    So does what a backend's all-reduce has made, with this rank itself as the sender. Does nothing:
+    tests and fault injectors put their own in its place, to change bytes.
     """
 
 

@@ -26,7 +26,7 @@ class Flight:
     staged: Tensor | None = None  # on the host, where the backend cannot write to the device
 
     def wait(self, call: Call) -> Tensor:
-        """What arrived behind the frame, checked. On CUDA only the stream waits, except for Gloo."""
+        """What arrived behind the frame, checked. On CUDA only the stream waits, but for Gloo's."""
         with call.traffic.sending(0):
             for peer, work in self.works:
                 with talking(call, peer):

@@ -1,7 +1,7 @@
 """Bytes between ranks, over whatever process group there is.
 
-A message is a frame (`_frame.py`), a wire and, behind it, values that travel as they are (fp32). Each
-starts on a 16-byte boundary where it arrives. Lengths that the receiver cannot know travel first.
+A message is a frame (`_frame.py`), a wire and, behind it, values that travel as they are (fp32).
+Each starts on a 16-byte boundary where it arrives. Lengths that the receiver cannot know travel first.
 Nothing of any message is used before all of them were found to be what was awaited.
 """
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic._wire import ALIGN, Wire
+from laconic.exchanges import _frame
 from laconic.exchanges._base import Call
 from laconic.exchanges._device_frame import opened_on_device, seal_on_device
 from laconic.exchanges._frame import FRAME_BYTES, Kind, Name, opened, seal
@@ -262,6 +263,7 @@ def sum_in_place(payload: Tensor, call: Call) -> None:
     ring = 2 * (call.size - 1) / call.size
     with call.traffic.sending(ring * payload.numel() * payload.element_size()), talking(call):
         dist.all_reduce(payload, group=call.group)
+    _frame.arrived(_bytes(payload), call.rank, call)
 
 
 def plain_mean(x: Tensor | None, call: Call) -> None:
@@ -336,4 +338,4 @@ def sums_at_once(nbytes: int, ranks: int) -> bool:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)
+    return x.view(-1).view(torch.uint8)

@@ -3,7 +3,7 @@
 from laconic.kernels._numba.coding import decode_integers, encode_integers
 from laconic.kernels._numba.ecdq import ecdq_decode, ecdq_encode
 from laconic.kernels._numba.linear import accumulate, dequantize, quantize, scales
-from laconic.kernels._numba.message import message_check, payload_check
+from laconic.kernels._numba.message import message_check, payload_check, words_check
 from laconic.kernels._numba.natural import natural_dequantize, natural_quantize, natural_reduce
 from laconic.kernels._numba.nested import nested_dequantize, nested_quantize
 from laconic.kernels._numba.rotate import (
@@ -40,4 +40,5 @@ __all__ = [
     "rotate_into",
     "rotate_quantize",
     "scales",
+    "words_check",
 ]

@@ -1,6 +1,8 @@
-"""The check sum of a message on the CPU. The definition is in `_reference/message.py`."""
+"""Check sums on the CPU. The definitions are in `_reference/message.py`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,25 +12,31 @@ from laconic.kernels._numba.chunk import check
 from laconic.kernels._numba.memory import i32, kernel, load, pointer, u32
 from laconic.kernels._pool import split
 
-_GROUP = 4  # words of 4 bytes: messages are padded to 16 bytes
+_MASK = 0xFFFFFFFF
+
+
+def words_check(words: Tensor, salt: int) -> Tensor:
+    """See the reference."""
+    return _split(_part, words.numpy().view(np.uint32), salt)
 
 
 def message_check(data: Tensor, salt: int) -> Tensor:
     """See the reference."""
     words = data.numpy().view(np.uint32)
-    found = split(
-        lambda first, last: int(_part(words, first * _GROUP, last * _GROUP, u32(salt))),
-        len(words) // _GROUP,
-        _GROUP,
-    )
-    return torch.tensor(sum(found) & 0xFFFFFFFF)
+    total = _split(_part, words, salt)
+    return total.sub_(int(_part(words, 3, 4, u32(salt)))).bitwise_and_(_MASK)
 
 
 def payload_check(payload: Tensor, salt: int) -> Tensor:
     """See the reference."""
-    values = payload.numpy()
-    found = split(lambda first, last: int(_weighed(values, first, last, u32(salt))), len(values), 1)
-    return torch.tensor(sum(found) & 0xFFFFFFFF)
+    return _split(_weighed, payload.numpy(), salt)
+
+
+def _split(part: Any, values: np.ndarray, salt: int) -> Tensor:
+    """The sum of what threads find in their parts."""
+    start = u32(salt)
+    found = split(lambda first, last: int(part(values, first, last, start)), len(values), 1)
+    return torch.tensor(sum(found) & _MASK)
 
 
 @kernel
@@ -43,10 +51,6 @@ def _weighed(values: np.ndarray, first: int, last: int, salt: np.uint32) -> np.u
 
 @kernel
 def _part(words: np.ndarray, first: int, last: int, salt: np.uint32) -> np.uint32:
-    """The sum over words first .. last-1, without word 3."""
-    data, total = pointer(words), u32(0)
-    if first == 0 and last > 0:
-        total = check(data, 0, 3, salt)
-        first = 4
+    """The sum over words first .. last-1."""
     start = u32(salt + u32(u32(first) * u32(0x9E3779B1)))
-    return u32(total + check(data, first, last - first, start))
+    return check(pointer(words), first, last - first, start)

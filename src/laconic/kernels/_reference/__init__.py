@@ -3,7 +3,7 @@
 from laconic.kernels._reference.coding import decode_integers, encode_integers
 from laconic.kernels._reference.ecdq import ecdq_decode, ecdq_encode
 from laconic.kernels._reference.linear import accumulate, dequantize, quantize, scales
-from laconic.kernels._reference.message import message_check, payload_check
+from laconic.kernels._reference.message import message_check, payload_check, words_check
 from laconic.kernels._reference.natural import (
     natural_dequantize,
     natural_quantize,
@@ -44,4 +44,5 @@ __all__ = [
     "rotate_into",
     "rotate_quantize",
     "scales",
+    "words_check",
 ]

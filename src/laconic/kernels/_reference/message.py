@@ -1,4 +1,4 @@
-"""The check sum of a message, in plain torch."""
+"""Check sums of messages, of integers that are added, and of weights, in plain torch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from torch import Tensor
 _MASK = 0xFFFFFFFF
 
 
-def message_check(data: Tensor, salt: int) -> Tensor:
-    """The check that word 3 of a message holds, over all of its other words: an int64 scalar.
+def words_check(words: Tensor, salt: int) -> Tensor:
+    """The check of 32-bit words (int32), in their order: an int64 scalar.
 
-        check = Σ_{i≠3} fmix(w_i xor (salt + i·0x9e3779b1)) mod 2^32
+        check = Σ_i fmix(w_i xor (salt + i·0x9e3779b1)) mod 2^32
 
     with fmix as in `kernels/_coding.py`: a bijection, so that what changes one word, as any single
-    bit does, is always seen; anything else is missed with probability 2^-32. `data` is uint8, of
-    a multiple of 16 bytes; nothing waits for the device.
+    bit does, is always seen; anything else is missed with probability 2^-32. Nothing waits for
+    the device.
     """
-    words = data.view(torch.int32).to(torch.int64) & _MASK
-    place = torch.arange(words.numel(), device=data.device)
-    terms = _fmix(words ^ (salt + place * 0x9E3779B1 & _MASK))
+    return _terms(words, salt).sum() & _MASK
+
+
+def message_check(data: Tensor, salt: int) -> Tensor:
+    """What word 3 of a message holds: `words_check` of all of its other words.
+
+    `data` is uint8, of a multiple of 16 bytes.
+    """
+    terms = _terms(data.view(torch.int32), salt)
     return (terms.sum() - terms[3:4].sum()) & _MASK
 
 
@@ -33,6 +39,11 @@ def payload_check(payload: Tensor, salt: int) -> Tensor:
     """
     weight = (salt + torch.arange(payload.numel(), device=payload.device) * 0x9E3779B2 & _MASK) | 1
     return (payload.to(torch.int64) * weight & _MASK).sum() & _MASK
+
+
+def _terms(words: Tensor, salt: int) -> Tensor:
+    place = torch.arange(words.numel(), device=words.device)
+    return _fmix((words.to(torch.int64) & _MASK) ^ (salt + place * 0x9E3779B1 & _MASK))
 
 
 def _fmix(h: Tensor) -> Tensor:

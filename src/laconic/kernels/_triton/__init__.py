@@ -5,7 +5,7 @@ narrower planes hold the codes of two or four lanes of one warp, which add them 
 `TRITON_INTERPRET=1` runs the same kernels on CPU tensors.
 """
 
-from laconic.kernels._reference.message import message_check, payload_check
+from laconic.kernels._reference.message import message_check, payload_check, words_check
 from laconic.kernels._reference.select import largest_entries
 from laconic.kernels._triton.coding import decode_integers, encode_integers
 from laconic.kernels._triton.ecdq import ecdq_decode, ecdq_encode
@@ -45,4 +45,5 @@ __all__ = [
     "rotate_into",
     "rotate_quantize",
     "scales",
+    "words_check",
 ]
