@@ -15,6 +15,7 @@ from laconic.codecs import Codec, codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, ScatterReduce
 from laconic.exchanges._agree import agree
+from laconic.exchanges._ledger import kappa_of, load_budget, saved_budget
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import Stats, check_own, own_rank
@@ -79,6 +80,7 @@ class FSDPHandle:
             plain_bytes=self._run.plain_bytes,
             exchange_seconds=self._run.exchange_seconds,
             wire_seconds=self._run.traffic.wire_seconds,
+            kappa=kappa_of(self._run.memory) or kappa_of(self._run.across),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,6 +90,7 @@ class FSDPHandle:
             "codec": str(self.codec),
             "steps": {unit.name: [unit.reductions, unit.means] for unit in self._units},
             "memory": {name: own.state_dict() for name, own in self._remembering()},
+            "budget": [saved_budget(kept) for kept in (self._run.memory, self._run.across)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -101,6 +104,9 @@ class FSDPHandle:
             unit.reductions, unit.means = map(int, steps.get(unit.name, latest))
         for name, own in self._remembering():
             own.load_state_dict(state["memory"][name])
+        kept = state.get("budget") or [None, None]
+        for memory, budget in zip((self._run.memory, self._run.across), kept, strict=True):
+            load_budget(memory, budget)
 
     def _remembering(self) -> Iterator[tuple[str, Any]]:
         for text, own in self._inside.items():
