@@ -88,7 +88,7 @@ class FSDPHandle:
             plain_bytes=self._run.plain_bytes,
             exchange_seconds=self._run.exchange_seconds,
             wire_seconds=self._run.traffic.wire_seconds,
-            **error_stats(self._run.memory),
+            **(error_stats(self._run.memory) or error_stats(self._run.across)),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,8 +98,8 @@ class FSDPHandle:
             "ranks": dist.get_world_size(),
             "codec": str(self.codec),
             "steps": {unit.name: [unit.reductions, unit.means] for unit in self._units},
-            "budget": saved_budget(self._run.memory),
             "memory": {name: own.state_dict() for name, own in self._remembering()},
+            "budget": [saved_budget(kept) for kept in (self._run.memory, self._run.across)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -108,13 +108,15 @@ class FSDPHandle:
             raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
         check_own(state, "memory")
         check_ranks(state, dist.get_world_size(), "memory")
-        load_budget(self._run.memory, state.get("budget"))
         steps = state["steps"]
         latest = [max((pair[i] for pair in steps.values()), default=0) for i in range(2)]
         for unit in self._units:
             unit.reductions, unit.means = map(int, steps.get(unit.name, latest))
         for name, own in self._remembering():
             own.load_state_dict(state["memory"][name])
+        kept = state.get("budget") or [None, None]
+        for memory, budget in zip((self._run.memory, self._run.across), kept, strict=True):
+            load_budget(memory, budget)
 
     def _remembering(self) -> Iterator[tuple[str, Any]]:
         for text, own in self._inside.items():

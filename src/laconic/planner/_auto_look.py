@@ -120,7 +120,8 @@ class Looking:
     def _look(self) -> None:
         sample, self._sample = self._sample, None
         assert sample is not None
-        sample.kappa = _kappa(*self._norms[sample.tensor].tolist(), sample.ranks)
+        own, mean = self._norms[sample.tensor].tolist()
+        sample.kappa = _kappa(own, mean, sample.ranks)
         self._looks = [
             _look(codec, exchange, sample, norm, self._now)
             for (codec, exchange), norm in zip(self._pairs, sample.norms, strict=True)
