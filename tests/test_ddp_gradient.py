@@ -211,7 +211,60 @@ def too_many_ranks(rank: int) -> dict[str, str]:
     return found
 
 
+def replicas(rank: int) -> dict[str, Any]:
+    """One weight of one rank changes; all ranks hear of it, and of which."""
+    model = DistributedDataParallel(nn.Linear(128, 128))
+    handle = lc.compress(model, "ecdq:error=0.05")
+    assert isinstance(handle, lc.HookState)
+    handle.check_replicas(every=4)
+    seen = []
+    for step in range(10):
+        if step == 5 and rank == 1:
+            with torch.no_grad():
+                model.module.weight[3, 4] += 1e-6
+        try:
+            model.zero_grad()
+            model(torch.randn(4, 128)).square().sum().backward()
+            seen.append("fine")
+        except lc.ReplicaError as error:
+            seen.append(str(error))
+    handle.check_replicas(every=0)
+    return {"seen": seen, "stats": handle.stats().scalars()}
+
+
+def leaves_its_budget(rank: int) -> dict[str, Any]:
+    model = DistributedDataParallel(nn.Linear(128, 128))
+    with warnings_of_laconic() as said:
+        handle = lc.compress(model, "ecdq:error=0.001,max_bits=2")
+        for _ in range(101):
+            model.zero_grad()
+            model(torch.randn(4, 128)).square().sum().backward()
+    return {"said": said, "stats": handle.stats().scalars()}
+
+
+def alone_locally(rank: int) -> bool:
+    """Local steps of a single rank are its own."""
+    groups = [dist.new_group([one]) for one in range(RANKS)]
+    ends = []
+    for local in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(128, 128)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if local:
+            optimizer = lc.LocalSGD(optimizer, model, period=2, codec="dqsg", group=groups[rank])
+        for step in range(4):
+            x = torch.randn(4, 128, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        ends.append(model.weight.detach())
+    return torch.allclose(*ends, rtol=0, atol=1e-7)
+
+
 JOBS: list[Callable[[int], Any]] = [
+    replicas,
+    leaves_its_budget,
+    alone_locally,
     strange_parameters,
     halves,
     alone,
@@ -289,3 +342,29 @@ def test_codecs_that_cannot_serve_so_many_ranks_are_refused_at_once(found: ranks
 def test_the_narrowest_sum_that_fits_is_named(workers: int, fits: int) -> None:
     with pytest.raises(lc.ConfigError, match=f"use bits={fits},"):
         lc.Global(bits=4).check_workers(workers)
+
+
+def test_replicas_that_differ_are_found_and_named(found: ranks.Answers) -> None:
+    for rank in range(RANKS):
+        seen = found[rank, "replicas"]["seen"]
+        assert seen[:8] == ["fine"] * 8 and seen[9] == "fine"
+        assert "step 8" in seen[8] and "rank 1 from the 2 that agree" in seen[8]
+
+
+def test_statistics_tell_the_error_that_was_made(found: ranks.Answers) -> None:
+    for rank in range(RANKS):
+        stats = found[rank, "replicas"]["stats"]
+        assert stats["laconic/error_budget"] == 0.05
+        assert 0.02 < stats["laconic/error_mean"] <= stats["laconic/error_largest"] <= 1.1 * 0.05
+        assert stats["laconic/exact_means"] >= 0
+
+
+def test_leaving_the_budget_is_said_once(found: ranks.Answers) -> None:
+    answers = [found[rank, "leaves_its_budget"] for rank in range(RANKS)]
+    assert all(one["stats"]["laconic/error_mean"] > 0.002 for one in answers)
+    about = [line for line in answers[0]["said"] if "error=0.001" in line]
+    assert len(about) == 1 and "weight" in about[0] and "max_bits" in about[0]
+
+
+def test_local_steps_of_one_rank_are_exact(found: ranks.Answers) -> None:
+    assert all(found[rank, "alone_locally"] for rank in range(RANKS))
