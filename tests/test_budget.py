@@ -16,7 +16,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from gradients import KINDS, gradients
+from benchmarks._gradients import KINDS, gradients
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
