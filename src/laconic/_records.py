@@ -10,7 +10,7 @@ from reprlib import repr as shortened
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-_LARGEST = 2**63  # of integers: beyond it, sums and products of floats overflow
+_LARGEST_INT, _LARGEST = 2**63, 1e100  # products of them do not overflow
 
 _hints = cache(get_type_hints)
 
@@ -61,15 +61,17 @@ def _value(hint: Any, found: object, where: str) -> Any:
 _WORDS = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
 
 
-def _number(hint: Any, found: object, where: str) -> Any:
-    number = isinstance(found, int | float) and not isinstance(found, bool)
-    if number and hint is int:
-        number = isinstance(found, int) or (math.isfinite(found) and found == int(found))
-    if not number:
+def _number(hint: Any, found: object, where: str) -> float:
+    if not isinstance(found, int | float) or isinstance(found, bool):
         raise ValueError(f"{where} is {shortened(found)}, not {_WORDS[hint]}")
-    if isinstance(found, int) and abs(found) >= _LARGEST:
+    if hint is int and not (math.isfinite(found) and found == int(found)):
+        raise ValueError(f"{where} is {found}, not {_WORDS[hint]}")
+    size, whole = abs(found), hint is int or isinstance(found, int)
+    if size >= _LARGEST_INT if whole else _LARGEST < size < math.inf:
         raise ValueError(f"{where} is {shortened(found)}, which is too large")
-    return int(found) if hint is int else found  # pyright: ignore[reportArgumentType]
+    if 0 < size < 1 / _LARGEST:
+        raise ValueError(f"{where} is {found}, which is too small")
+    return int(found) if hint is int else found
 
 
 def numbers(made: object, where: str = "") -> Iterator[tuple[str, float]]:

@@ -46,9 +46,9 @@ app.command("codecs", epilog=CODECS)(codecs_command)
 @app.callback()
 def laconic(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Say which, and stop.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Where something fails, show where in the code.")
+        bool, typer.Option("--debug", help="Show a traceback where something fails.")
     ] = False,
 ) -> None:
     """Data-parallel PyTorch training over thin wires."""

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from errno import ENOSPC
 from functools import partial
 from itertools import takewhile
 from typing import Annotated, Any, NoReturn
@@ -148,7 +149,8 @@ def _blame(error: Any) -> tuple[str, int]:
     if isinstance(error, LaconicError):
         return str(error), FAILED
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror, FAILED
+        where = error.filename or ("stdout, or a temporary file" if error.errno == ENOSPC else "")
+        return f"{error.strerror}: {where}" if where else error.strerror, FAILED
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed: pip install {error.name}", FAILED
     if isinstance(error, MemoryError):

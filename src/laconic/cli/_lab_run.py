@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -10,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from laconic.cli._common import FAILED, INTERRUPTED, leave, print_json
+from laconic.cli._common import FAILED, INTERRUPTED, UNREAD, leave, print_json
 from laconic.errors import ConfigError
-from laconic.lab import Counters, Lab, Network, RankError, missing
+from laconic.lab import Counters, Lab, RankError, missing
 from laconic.lab._rates import parse_rates
 from laconic.lab._rootless import can_enter, enter
 
@@ -47,35 +48,44 @@ def run(
     """Until all ranks have ended; the exit code is that of the first that fails."""
     if not command:
         raise ConfigError("give a command behind --: laconic lab run -- python train.py")
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"--timeout-s is above 0, not {timeout_s}")
     rates = parse_rates(rate, hosts)
     if missing() and can_enter():
         enter()
-    start = time.monotonic()
+    start, echo = time.monotonic(), _Echo(hosts * ranks_per_host, stderr=as_json)
     try:
         with Lab(hosts=hosts) as net:
             net.shape(rates, burst_kb)
             before = net.counters()
-            _run(net, command, ranks_per_host, timeout_s, Console(soft_wrap=True, stderr=as_json))
+            started = net.start(command, ranks_per_host=ranks_per_host, echo=echo)
+            started.wait(timeout_s=timeout_s)
             grown = [a - b for a, b in zip(net.counters(), before, strict=True)]
     except RankError as error:
+        if echo.unread:  # then ranks cannot write, and fail
+            raise typer.Exit(UNREAD) from error
         leave(str(error).split(";")[0], error.status if error.status > 0 else 128 - error.status)
     except KeyboardInterrupt:
         leave("interrupted; everything was ended", INTERRUPTED)
     _report(grown, time.monotonic() - start, as_json)
 
 
-def _run(
-    net: Network, command: list[str], ranks_per_host: int, timeout_s: float, console: Console
-) -> None:
-    lock = threading.Lock()
-    width = len(str(len(net.hosts) * ranks_per_host - 1))
+class _Echo:
+    """Shows ranks' lines as they come, which ranks' threads hand over."""
 
-    def echo(rank: int, line: str) -> None:
-        front = Text(f"{rank:>{width}} │ ", style=_COLOURS[rank % len(_COLOURS)])
-        with lock:  # lines of ranks do not mix
-            console.print(front.append(line, style="none"))
+    def __init__(self, ranks: int, *, stderr: bool) -> None:
+        self.unread = False  # whoever read our output has left
+        self._console = Console(soft_wrap=True, stderr=stderr)
+        self._lock, self._width = threading.Lock(), len(str(ranks - 1))
 
-    net.start(command, ranks_per_host=ranks_per_host, echo=echo).wait(timeout_s=timeout_s)
+    def __call__(self, rank: int, line: str) -> None:
+        front = Text(f"{rank:>{self._width}} │ ", style=_COLOURS[rank % len(_COLOURS)])
+        with self._lock:  # lines of ranks do not mix
+            try:
+                self._console.print(front.append(line, style="none"))
+            except SystemExit:  # rich's answer to a closed pipe
+                self.unread = True
+                raise
 
 
 def _report(grown: list[Counters], seconds: float, as_json: bool) -> None:

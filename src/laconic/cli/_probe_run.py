@@ -52,7 +52,7 @@ def run(
         wanted = split_codecs(codecs) if codecs else None
         if not 0 < patience_s < math.inf:
             raise ConfigError(f"--seconds is above 0, not {patience_s}")
-        if out is not None and not rank:  # the one that writes it
+        if out is not None:
             check_target(out, Kind.PROBE, force=force)
     except ConfigError as error:  # the same on all ranks: one says it
         if rank:

@@ -63,7 +63,7 @@ def race_command(
     ] = "100mbit",
     save: Annotated[
         Path | None,
-        typer.Option(help="Keep results in this file, and go on from it.", rich_help_panel=_OUT),
+        typer.Option(help="Keep results in this file, and resume from it.", rich_help_panel=_OUT),
     ] = None,
     report: Annotated[
         Path, typer.Option(help="Where the page of figures goes.", rich_help_panel=_OUT)

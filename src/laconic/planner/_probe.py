@@ -8,6 +8,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class Probe:
     def parse(found: dict[str, Any]) -> Probe:
         """From what JSON holds; ValueError says which value cannot be."""
         if isinstance(found, dict) and found.get("format", _FORMAT) != _FORMAT:
-            raise ConfigError(f"a probe of format {found['format']!r}, not {_FORMAT}: probe anew")
+            other = shortened(found["format"])
+            raise ConfigError(f"a probe of format {other}, not {_FORMAT}: probe anew")
         made: Probe = record(Probe, found)
         for where, number in numbers(made):
             if not 0 <= number < math.inf:
@@ -82,6 +84,8 @@ class Probe:
         for links in filter(None, levels):
             if links.ranks < 2 or not links.allreduce:
                 raise ValueError("links have two ranks or more, and lines of an all-reduce")
+        if made.cluster.lanes < 1:
+            raise ValueError(f"cluster.lanes is {made.cluster.lanes}, not 1 or more")
         if made.workload is not None and not made.workload.buckets:
             raise ValueError("workload.buckets is empty")
         return made

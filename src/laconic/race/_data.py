@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import IO, Any
 
 import numpy as np
@@ -188,7 +189,9 @@ def _idx(folder: Path, name: str) -> np.ndarray:
             sizes = np.frombuffer(stream.read(4 * count).ljust(4 * count), ">u4").tolist()
             expected = math.prod(sizes)  # of Python's integers, which do not wrap around
             if not sizes or expected > _MOST_BYTES:
-                raise ConfigError(f"{file} is no idx file of bytes, or one of {sizes} values")
+                raise ConfigError(
+                    f"{file} is no idx file of bytes, or has too many: {shortened(sizes)}"
+                )
             values = np.frombuffer(stream.read(expected + 1), np.uint8)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error

@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 from laconic._files import Kind, read_json, write_made
@@ -166,7 +167,8 @@ class Race:
     def parse(found: dict[str, Any]) -> Race:
         """From what JSON holds; ValueError says which value cannot be."""
         if isinstance(found, dict) and found.get("format", _FORMAT) != _FORMAT:
-            raise ConfigError(f"a race of format {found['format']!r}, not {_FORMAT}: race anew")
+            other = shortened(found["format"])
+            raise ConfigError(f"a race of format {other}, not {_FORMAT}: race anew")
         made: Race = record(Race, found)
         for lane in made.lanes:
             steps = [point.step for point in lane.points]
