@@ -10,10 +10,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
 from memory_ranks import MemoryGroup, memory_groups, on_all
 from torch import Tensor
 
@@ -509,3 +513,55 @@ class TestReplicas:
             if wrong:
                 assert isinstance(error, lc.ReplicaError)
                 assert f"at step 500: {said}" in str(error)
+
+
+def attempt(rank: int, text: str, step: int = STEP, leaves: bool = False) -> tuple[str, str]:
+    """What comes out on a process group of its own; of an error, its kind and words."""
+    group = dist.new_group(timeout=timedelta(seconds=40))
+    assert isinstance(group, dist.ProcessGroup)
+    codec, way = pair(text)
+    warm = Call(group=group, step=1)
+    way.mean(gradient(rank), codec, warm)  # connections are there
+    try:
+        if leaves:
+            dist.destroy_process_group(group)
+        else:
+            way.mean(gradient(rank), codec, Call(group=group, step=step))
+        return "", ""
+    except lc.LaconicError as error:
+        dist.destroy_process_group(group)  # as a rank does that ends
+        return type(error).__name__, f"{error} [{error.__cause__!r}]"
+
+
+def behind(rank: int) -> tuple[str, str]:
+    return attempt(rank, "dqsg:bits=4@scatter-reduce", STEP - (rank == 2))
+
+
+def behind_with_lengths(rank: int) -> tuple[str, str]:
+    return attempt(rank, "ecdq:error=0.05@scatter-reduce", STEP - (rank == 2))
+
+
+def lost_in_swap(rank: int) -> tuple[str, str]:
+    return attempt(rank, "dqsg:bits=4@scatter-reduce", leaves=rank == 2)
+
+
+def lost_in_ring(rank: int) -> tuple[str, str]:
+    return attempt(rank, "global:bits=4@ring", leaves=rank == 2)
+
+
+@pytest.mark.timeout(300)  # starts processes
+def test_gloo_s_own_ranks(tmp_path: Path) -> None:
+    """Nobody hangs, and those who saw it say who was at another step, or is gone."""
+    jobs = (behind, behind_with_lengths, lost_in_swap, lost_in_ring)
+    ranks.alone(lambda group: attempt(0, "dqsg:bits=4@scatter-reduce"), tmp_path)
+    answers = ranks.run(jobs, RANKS, tmp_path)
+    for name in ("behind", "behind_with_lengths"):
+        found = [answers[rank, name] for rank in range(RANKS)]
+        assert all(kind in ("WireError", "LostError") for kind, _ in found), found
+        said = f"rank 2 sent step {STEP - 1}, this rank is at step {STEP}"
+        assert any(said in text for _, text in found), found
+    for name in ("lost_in_swap", "lost_in_ring"):
+        found = [answers[rank, name] for rank in range(RANKS - 1)]
+        assert all(kind == "LostError" for kind, _ in found), found
+        assert all("[RuntimeError" in text for _, text in found), found
+        assert any("rank 2 is gone" in text for _, text in found), found
