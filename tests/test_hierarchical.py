@@ -441,12 +441,14 @@ def test_bytes_are_those_of_the_equations(size: int, folder: str) -> None:
         for dtype, width in ((torch.float32, 4), (torch.bfloat16, 2)):
             apart, inside = found[f"none {dtype}"]
             # nodes of two: half of the tensor each way inside, and half of it between nodes
-            assert inside == values * width
-            assert apart == 2 * (nodes - 1) / nodes * values / 2 * width
+            frames = 2 * 16  # of a message each way
+            assert inside == values * width + frames
+            frames = 2 * (nodes - 1) * 16
+            assert apart == 2 * (nodes - 1) / nodes * values / 2 * width + frames
             apart, inside = found[f"dqsg:bits=4 {dtype}"]
-            assert inside == values * width
+            assert inside == values * width + 2 * 16
             wire = lc.codec("dqsg:bits=4").nbytes(values // 2 // nodes)
-            assert apart == 2 * (nodes - 1) * (wire + -wire % 16)
+            assert apart == 2 * (nodes - 1) * (16 + wire + -wire % 16)
 
 
 @pytest.mark.parametrize(

@@ -585,12 +585,12 @@ def test_lossy_pulls_do_not_accumulate_errors(three: ranks.Answers) -> None:
 
 
 def test_bytes_are_those_of_the_formula(three: ranks.Answers) -> None:
-    """(1 + 1/k)·(n-1)/n·M a step; a wire has a header of 64 bytes, a push 16 for its flag."""
+    """(1 + 1/k)·(n-1)/n·M a step; wires have 80 bytes of heads, a push 16 of flag."""
     whole, steps, peers = 4 * 1536, 40, 2
     for rank in range(3):
         for period, sent in three[rank, "bytes_of"].items():
             pulls = steps // period
-            values = sent - peers * ((64 + 16) * steps + 64 * pulls)
+            values = sent - peers * ((80 + 16) * steps + 80 * pulls)
             assert values == (steps + pulls) * whole * 2 // 3
 
 

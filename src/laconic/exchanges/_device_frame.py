@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,17 +42,18 @@ class _Seen:
     rows: Tensor  # a frame's words and the check of what came, int64
     ready: Any
     device: torch.device
-    call: Call
+    call: Call  # without its group, which this must not keep alive
     names: tuple[Name, ...]
     sizes: tuple[int, ...]
 
-    def judge(self) -> None:
+    def judge(self, group: dist.ProcessGroup) -> None:
         """WireError if one is not what was awaited."""
+        call = replace(self.call, group=group)
         for row, name, size in zip(self.rows.tolist(), self.names, self.sizes, strict=True):
             good = row[3] == row[4]
-            if not self.call.sums(self.device):
-                good = row[3] == check_of(_sealed(row[:3], self.call, name), self.call, name)
-            judge(row[:3], good, size, self.call, name)
+            if not call.sums(self.device):  # of the frame alone, and known without the device
+                good = row[3] == check_of(_sealed(row[:3], call, name), call, name)
+            judge(row[:3], good, size, call, name)
 
 
 _SEEN: WeakKeyDictionary[dist.ProcessGroup, deque[_Seen]] = WeakKeyDictionary()
@@ -76,16 +77,16 @@ def opened_on_device(messages: Named, call: Call) -> list[Tensor]:
     for data, name in messages:
         _frame.arrived(data, name.sender, call)
     got = _words(torch.cat([data[:FRAME_BYTES] for data, _ in messages]))
-    want = _words(_expected(messages, call))
+    found = got[:, 3:]
     if call.sums(got.device):
-        sums = [
-            backend(got.device).message_check(data, salt_of(call, name)) for data, name in messages
-        ]
-        want = torch.cat([want[:, :3], torch.stack(sums).view(-1, 1)], dim=1)
-        wrong = (got != want).any(1)
+        check = backend(got.device).message_check
+        sums = [check(data, salt_of(call, name)) for data, name in messages]
+        found = torch.stack(sums).view(-1, 1)
+        want = _words(_expected(messages, call))
+        wrong = (got[:, :3] != want[:, :3]).any(1) | (got[:, 3:] != found).any(1)
         for bad, (data, _) in zip(wrong.unbind(), messages, strict=True):
             data[FRAME_BYTES:].masked_fill_(bad, _ONES)
-    _remember(torch.cat([got, want[:, 3:]], dim=1), call, messages)
+    _remember(torch.cat([got, found], dim=1), call, messages)
     return [data[FRAME_BYTES:] for data, _ in messages]
 
 
@@ -93,7 +94,7 @@ def raise_what_is_known(group: dist.ProcessGroup) -> None:
     """WireError if what has come to be known of earlier messages is wrong; waits for nothing."""
     seen = _SEEN.setdefault(group, deque())
     while seen and seen[0].ready.query():
-        seen.popleft().judge()
+        seen.popleft().judge(group)
 
 
 def announce_on_device(

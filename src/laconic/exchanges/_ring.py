@@ -19,7 +19,7 @@ from laconic.exchanges._wires import chunks_of
 from laconic.kernels import backend
 from laconic.kernels._layout import packed_bytes
 
-_GRAIN = 1 << 14  # values: messages of shorter pieces would cost more than they hide
+PIECE_VALUES = 1 << 14  # values: messages of shorter pieces would cost more than they hide
 _MOST_PIECES = 64
 _MOST_BITS = 31  # of a sum
 
@@ -35,9 +35,10 @@ class Ring(Exchange):
        k ranks lies in -k·s .. k·s and travels at w_k = bit_length(2·k·s) bits. Rank j ends the sum.
     3. The sum of n goes around once more, at w_n bits, and all ranks decode the same integers.
 
-    Bytes a rank sends: (d/n)·(w_1 + .. + w_{n-1} + (n-1)·w_n)/8. At n = 4 and 4 bits that is
-    4 + 5 + 6 out and 3·6 back: 8.25 bits a value with s = 7, where allreduce sends 6 with s = 1 and
-    at 8 bits 12 with s = 31. With the same levels a ring never sends more than allreduce.
+    Bytes a rank sends, but for frames: (d/n)·(w_1 + .. + w_{n-1} + (n-1)·w_n)/8. At n = 4 and 4
+    bits that is 4 + 5 + 6 out and 3·6 back: 8.25 bits a value with s = 7, where allreduce sends 6
+    with s = 1 and at 8 bits 12 with s = 31. With the same levels a ring never sends more than
+    allreduce.
     The error is that of `global` with s = levels_for(1): E‖mean^ - mean‖² ≤ (θ/n)·Σ‖x_i‖².
 
     A chunk travels in up to `pieces` messages. While some are on the wire the one that came last is
@@ -101,7 +102,7 @@ class _Round:
         self.levels = codec.levels_for(1)
         self.widths = [sum_bits(self.levels, k) for k in range(call.size + 1)]
         _check_sum(self.levels, call.size)
-        self.parts = [chunks_of(chunk, pieces, _GRAIN) for chunk in chunks_of(x, call.size)]
+        self.parts = [chunks_of(chunk, pieces, PIECE_VALUES) for chunk in chunks_of(x, call.size)]
         self.longest = max(part.numel() for part in self.parts[0])  # no chunk exceeds the first
         self.device = x.device
         self.kernels = backend(x.device)

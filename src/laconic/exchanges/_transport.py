@@ -1,8 +1,8 @@
 """Bytes between ranks, over whatever process group there is.
 
 A message is a frame (`_frame.py`), a wire and, behind it, values that travel as they are (fp32).
-Each starts on a 16-byte boundary where it arrives. Lengths that the receiver cannot know travel first.
-Nothing of any message is used before all of them were found to be what was awaited.
+Each starts on a 16-byte boundary where it arrives. Lengths that the receiver cannot know travel
+first. Nothing of any message is used before all of them were found to be what was awaited.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
     "swap",
 ]
 
-_AT_ONCE = 1 << 16  # bytes of all ranks' values together, which go to all in one message
+_AT_ONCE = 1 << 14  # bytes of all ranks' values together, which go to all in one message
 _MOST_CHECKED = 1 << 20  # bytes of a sum of plain values that our own messages carry
 
 
@@ -332,7 +332,15 @@ def _checked_sum(x: Tensor, call: Call) -> None:
             parts[j].copy_(one.wire.view(x.dtype))
 
 
-def sums_at_once(nbytes: int, ranks: int) -> bool:
+def checked_sum_bytes(nbytes: float, ranks: int) -> float:
+    """What a rank sends, on average, for a sum of so many bytes in our own messages."""
+    others = ranks - 1
+    if sums_at_once(nbytes, ranks):
+        return others * (FRAME_BYTES + nbytes)
+    return others * 2 * (FRAME_BYTES + nbytes / ranks)
+
+
+def sums_at_once(nbytes: float, ranks: int) -> bool:
     """Whether so few bytes of every rank go to all."""
     return nbytes * ranks <= _AT_ONCE
 
