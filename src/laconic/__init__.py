@@ -192,6 +192,7 @@ def compress(
     warmup_steps: int = 0,
     seed: int = 0,
     timeout_s: float | None = None,
+    even_alone: bool = False,
     weights: str | Codec | None = None,
     between: str | None = None,
     error: float | None = None,
@@ -215,7 +216,8 @@ def compress(
     `model` is a DistributedDataParallel one, or one that `fully_shard` (FSDP2) was called on.
     `spec` names codec and, behind an @, the exchange ("dqsg:bits=4", "global:bits=8@allreduce").
     `policy(name, parameter)` says what to compress, `warmup_steps` how many steps stay plain.
-    For DDP, `timeout_s` (300) ends the wait for a lost peer. For FSDP2, `weights` names a codec for
+    For DDP, `timeout_s` (300) ends the wait for a lost peer, and `even_alone` encodes in a world of
+    one rank, too, whose gradients stay exact otherwise. For FSDP2, `weights` names a codec for
     gathered parameters, and on a 2-D mesh `between` is "replicas", "shards" or "both".
 
     "auto" (DDP) tries strategies in the first steps and keeps the fastest whose error is at most

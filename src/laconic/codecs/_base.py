@@ -204,6 +204,9 @@ class Codec(ABC):
         parts = self._parts(numel, segments)
         return HEADER_BYTES + self._room(_header_of(self, numel, dtype, 1, parts)[0])
 
+    def check_workers(self, workers: int) -> None:  # noqa: B027 (most add up any number)
+        """ConfigError, with what works, if wires of so many workers cannot be added."""
+
     @property
     def budget(self) -> float | None:
         """E‖Q(v) - v‖² / ‖v‖² that the codec was asked to spend; None if it was asked for bits."""

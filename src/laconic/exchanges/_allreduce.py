@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from laconic.codecs import Codec
@@ -34,6 +35,9 @@ class AllReduce(Exchange):
                 f"'{codec}@scatter-reduce', or a codec that sums: none, fp16, bf16, global "
                 "(global:bits=8,subtract=true is dqsg with one scale for all ranks)"
             )
+
+    def check_group(self, codec: Codec, group: dist.ProcessGroup) -> None:
+        codec.check_workers(group.size())
 
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         own: Any = codec

@@ -120,6 +120,10 @@ class Exchange(ABC):
         another rank and hang. `mean` does it where that was forgotten.
         """
 
+    def check_group(self, codec: Codec, group: dist.ProcessGroup) -> None:
+        """ConfigError if the codec cannot serve so many ranks; after `prepare`."""
+        codec.check_workers(1)
+
     @abstractmethod
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         """Replace flat x by the mean over the group: the same bits on every rank.

@@ -74,6 +74,11 @@ class Hierarchical(Exchange):
         if self.nodes not in kept:
             kept[self.nodes] = _team(agreed_nodes(self.nodes, group), group)
 
+    def check_group(self, codec: Codec, group: dist.ProcessGroup) -> None:
+        team = _TEAMS[group][self.nodes]
+        if team.nodes > 1:
+            self._between(codec).check_group(codec, team.across or group)
+
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         self.prepare(call.group)
         inner, team = self._between(codec), _TEAMS[call.group][self.nodes]

@@ -25,6 +25,16 @@ class Lane:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.traffic = group, Traffic()
         self.plain_bytes, self.seconds = 0, 0.0
+        self._failure: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Keep the first error of the thread."""
+        self._failure = self._failure or error
+
+    def failure(self) -> Exception | None:
+        """What went wrong in the thread since the last call."""
+        failure, self._failure = self._failure, None
+        return failure
 
     @cached_property
     def thread(self) -> ThreadPoolExecutor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from laconic.codecs import Codec
@@ -63,6 +64,10 @@ class Ring(Exchange):
                 "'global:bits=4@ring' (bits 4, 8 or 32, without coder= and subtract=)"
             )
 
+    def check_group(self, codec: Codec, group: dist.ProcessGroup) -> None:
+        own: Any = codec
+        _check_sum(own.levels_for(1), group.size())
+
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         own: Any = codec  # with local_norm, global_norm and levels_for
         norm = own.global_norm(gather_numbers(own.local_norm(x), call, rest))
@@ -78,6 +83,15 @@ def sum_bits(levels: int, workers: int) -> int:
     return (2 * workers * levels).bit_length()
 
 
+def _check_sum(levels: int, workers: int) -> None:
+    bits = sum_bits(levels, workers)
+    if bits > _MOST_BITS:
+        raise ConfigError(
+            f"a sum of {workers} workers at {levels} levels takes {bits} bits, and a ring has "
+            f"{_MOST_BITS}: give global fewer levels="
+        )
+
+
 class _Round:
     """One exchange. In hop h = 0 .. 2n-3 this rank sends chunk rank-1-h and receives rank-2-h."""
 
@@ -85,11 +99,7 @@ class _Round:
         self.codec, self.norm, self.call, self.pieces = codec, norm, call, pieces
         self.levels = codec.levels_for(1)
         self.widths = [sum_bits(self.levels, k) for k in range(call.size + 1)]
-        if self.widths[-1] > _MOST_BITS:
-            raise ConfigError(
-                f"a sum of {call.size} workers at {self.levels} levels takes {self.widths[-1]} "
-                f"bits, and a ring has {_MOST_BITS}: give global fewer levels="
-            )
+        _check_sum(self.levels, call.size)
         self.parts = [chunks_of(chunk, pieces, _GRAIN) for chunk in chunks_of(x, call.size)]
         self.longest = max(part.numel() for part in self.parts[0])  # no chunk exceeds the first
         self.device = x.device

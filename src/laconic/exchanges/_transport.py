@@ -149,10 +149,13 @@ def sum_in_place(payload: Tensor, call: Call) -> None:
 
 
 def plain_mean(x: Tensor | None, call: Call) -> None:
-    """x becomes its mean by the backend's all-reduce, in its own dtype; None stays."""
+    """x becomes its mean by the backend's all-reduce, in its own dtype; None stays.
+
+    As DDP does it: divided first, so that halves overflow only where their mean does.
+    """
     if x is not None and x.numel():
-        sum_in_place(x, call)
         x.mul_(1 / call.size)
+        sum_in_place(x, call)
 
 
 def gather_numbers(value: Tensor, call: Call, rest: Tensor | None = None) -> Tensor:

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from laconic._key import seed_of
 from laconic._version import __version__
 from laconic.codecs import Codec, codec
 from laconic.errors import ConfigError
@@ -18,7 +20,7 @@ from laconic.exchanges._agree import agree
 from laconic.exchanges._ledger import kappa_of, load_budget, saved_budget
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.integrations._choices import Choices, check_warmup, line
-from laconic.integrations._common import Stats, check_own, own_rank
+from laconic.integrations._common import Stats, check_own, check_ranks, own_rank
 from laconic.integrations._fsdp_comms import AllGather, ReduceScatter, Replicas
 from laconic.integrations._fsdp_unit import Run, Unit, groups_of, piece_of, unit_of
 
@@ -57,9 +59,10 @@ class FSDPHandle:
         self._pairs = Choices(spec, exchange)
         self.codec, self.exchange = self._pairs[""]
         self.weights = None if weights is None else _weights_codec(weights)
-        self._run = Run(seed=seed, warmup_steps=warmup_steps)
+        self.seed, self._run = seed, Run(seed=seed, warmup_steps=warmup_steps)
         self._lines: list[str] = []
         self._units = list(self._found(model, policy or Policy()))
+        self._run.seed = seed_of(seed, "\n".join(self._lines))
         self.between = self._stages(between)
         share = 0.5 if self.between == "both" else 1.0
         self._inside = {
@@ -87,6 +90,7 @@ class FSDPHandle:
         """What must be saved, on every rank, to go on exactly: counters, and codecs' memories."""
         return {
             "rank": own_rank(),
+            "ranks": dist.get_world_size(),
             "codec": str(self.codec),
             "steps": {unit.name: [unit.reductions, unit.means] for unit in self._units},
             "memory": {name: own.state_dict() for name, own in self._remembering()},
@@ -98,6 +102,7 @@ class FSDPHandle:
         if state["codec"] != str(self.codec):
             raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
         check_own(state, "memory")
+        check_ranks(state, dist.get_world_size(), "memory")
         steps = state["steps"]
         latest = [max((pair[i] for pair in steps.values()), default=0) for i in range(2)]
         for unit in self._units:
@@ -159,7 +164,7 @@ class FSDPHandle:
             "weights": str(self.weights),
             "between": self.between,
             "warmup_steps": str(self._run.warmup_steps),
-            "seed": str(self._run.seed),
+            "seed": str(self.seed),
             "parameters": "\n".join(self._lines),
         }
         meshes = {unit.ranks: unit.group for unit in self._units}
@@ -172,8 +177,9 @@ class FSDPHandle:
         if unit.replicas > 1 and self.between != "shards":
             info = copy.copy(group.mesh_info)  # torch may share it
             own = info.replicate_process_group
-            for _, way in self._across.values():
+            for carried, way in self._across.values():
                 way.prepare(own)
+                way.check_group(carried, own)
             info.replicate_process_group = Replicas(unit, self._across, own)
             group.mesh_info = info
         if unit.shards == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from laconic._key import seed_of
 from laconic._version import __version__
+from laconic._wire import DTYPES
 from laconic.codecs import Codec, Place
 from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
@@ -22,9 +25,11 @@ from laconic.exchanges._lane import lanes as make_lanes
 from laconic.exchanges._ledger import BUDGET, kappa_of, load_budget, saved_budget
 from laconic.exchanges._nested import nesting
 from laconic.exchanges._policy import Chooser, Policy
+from laconic.integrations._bucket_order import BucketOrder, real_numel
 from laconic.integrations._choices import Choices, check_warmup, line
-from laconic.integrations._common import Stats, check_own, own_rank
+from laconic.integrations._common import Stats, check_own, check_ranks, own_rank
 
+_log = logging.getLogger("laconic")
 _MOST_FILLED = 1 / 64  # of a load, zeros that are encoded to save copying
 
 
@@ -83,7 +88,8 @@ class HookState:
     differ. It may come before `init_process_group`, or before the model is moved to its GPU, in
     programs that do these themselves, such as Lightning: ranks then meet at the first bucket.
     `module` is what DDP wraps. States of one model that take turns may share `lanes`, threads and
-    process groups.
+    process groups. A single rank has nobody to exchange with, and its gradients stay exact, unless
+    `even_alone` asks for what more ranks would do to them. `static_graph` is DDP's setting.
     """
 
     def __init__(
@@ -97,6 +103,8 @@ class HookState:
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
         timeout_s: float = 300.0,
+        even_alone: bool = False,
+        static_graph: bool = False,
         lanes: tuple[Lane, ...] | None = None,
     ) -> None:
         if spec == "auto":
@@ -108,10 +116,15 @@ class HookState:
         self.codec, self.exchange = self._pairs[""]
         check_warmup(warmup_steps)
         self.warmup_steps, self.seed, self.step = warmup_steps, seed, 0
+        self.draws = seed  # once the model is known, the seed of its own draws
+        self.even_alone, self.alone = even_alone, False
+        self.order = BucketOrder(passes=2 if static_graph else 1)
         self.scratch = Scratch()
         self.known: set[Hashable] = set()
         self.memory: dict[Hashable, Any] = {}  # of exchanges
         self._parameters: dict[int, tuple[int, str | None]] = {}  # number, and text if encoded
+        self._names: list[str] = []
+        self._warned: set[str] = set()  # names of parameters that travel uncompressed
         self._plans: dict[tuple[int, ...], Plan] = {}
         self.turns: dict[int, int] = {}  # of parameters that come one by one
         self.lanes: tuple[Lane, ...] = lanes or ()
@@ -130,6 +143,8 @@ class HookState:
         layout = self._choose(module, policy)
         device = _device(module)
         self.lanes = self.lanes or make_lanes(group, device, timeout_s)
+        ranks = self.lanes[0].group.size()
+        self.alone = ranks == 1 and not self.even_alone
         settings = {
             "laconic": __version__,
             "codec": str(self.codec),
@@ -140,18 +155,45 @@ class HookState:
         }
         agree(settings, self.lanes[0].group, device)
         for lane in self.lanes:
-            for _, way in self._pairs.values():
+            for own, way in self._pairs.values():
                 way.prepare(lane.group)
+                way.check_group(own, lane.group)
 
     def _choose(self, module: nn.Module, policy: Chooser) -> list[str]:
         """Ask the policy about every parameter; a line for each, to be compared between ranks."""
-        lines = []
+        lines, strange = [], []
         self._parameters.clear()
+        self._names = [name for name, _ in module.named_parameters()]
         for number, (name, parameter) in enumerate(module.named_parameters()):
             text = self._pairs.text(policy(name, parameter)) if parameter.requires_grad else None
+            if text is not None and not encodable(parameter):
+                text = None
+                strange += [f"{name} ({parameter.dtype})"] if parameter.numel() else []
             self._parameters[id(parameter)] = number, text
             lines.append(line(name, parameter, text))
+        trained = [one for one in module.parameters() if one.requires_grad]
+        self.order.know((self._parameters[id(one)][0], one) for one in trained)
+        self.draws = seed_of(self.seed, "\n".join(lines))
+        self._warn(strange, "their dtype cannot be encoded")
         return lines
+
+    def warn_of_sparse(self, parameters: Sequence[Tensor]) -> None:
+        """Say once that sparse gradients travel as they are."""
+        numbers = [self._parameters[id(one)][0] for one in parameters]
+        names = [name for i, name in enumerate(self._names) if i in numbers]
+        self._warn(names, "their gradients are sparse; nn.Embedding(sparse=False) makes dense ones")
+
+    def _warn(self, names: Sequence[str], why: str) -> None:
+        new = [name for name in names if name not in self._warned]
+        self._warned.update(new)
+        if new and own_rank() == 0:
+            more = f" and {len(new) - 5} more" if len(new) > 5 else ""
+            _log.warning("uncompressed: %s%s: %s", ", ".join(new[:5]), more, why)
+
+    @property
+    def ranks(self) -> int | None:
+        """How many exchange gradients; None before they have met."""
+        return self.lanes[0].group.size() if self.lanes else None
 
     @property
     def encodes(self) -> bool:
@@ -181,6 +223,8 @@ class HookState:
             "rank": own_rank(),
             "step": self.step,
             "turns": dict(self.turns),
+            "ranks": self.ranks,
+            "order": self.order.state_dict(),
             "codec": str(self.codec),
             "budget": saved_budget(self.memory),
             "memory": memories,
@@ -194,7 +238,10 @@ class HookState:
         if state["codec"] != str(self.codec):
             raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
         check_own(state, "memory", "exchange memory")
+        check_ranks(state, self.ranks, "memory", "exchange memory")
         self.step, self.turns = int(state["step"]), dict(state["turns"])
+        if "order" in state:  # older states do not know it: their first step differs in rounding
+            self.order.load_state_dict(state["order"])
         for text, codec in self._remembering():
             codec.load_state_dict(state["memory"][text])
         self.memory = dict(state.get("exchange memory", {}))  # exchanges take up what is theirs
@@ -220,8 +267,9 @@ class HookState:
                     "the module that DDP wraps, all of it"
                 )
             number, text = self._parameters[id(parameter)]
-            by_text.setdefault(text, []).append(Piece(number, start, parameter.numel()))
-            start += parameter.numel()
+            count = real_numel(parameter)
+            by_text.setdefault(text, []).append(Piece(number, start, count))
+            start += count
         plain = tuple(by_text.pop(None, []))
         loads = [
             Load(*self._pairs[text], *_filled(pieces, plain))
@@ -233,6 +281,11 @@ class HookState:
 
 def _device(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def encodable(parameter: Tensor) -> bool:
+    """Whether codecs take its gradient; all else travels as DDP would send it."""
+    return parameter.dtype in DTYPES and parameter.numel() > 0
 
 
 def _can_talk(group: dist.ProcessGroup | None, device: torch.device) -> bool:

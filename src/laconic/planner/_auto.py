@@ -19,10 +19,11 @@ from laconic.errors import ConfigError
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import lanes
 from laconic.exchanges._policy import Chooser
+from laconic.integrations._bucket_order import Bucket
 from laconic.integrations._choices import check_warmup
 from laconic.integrations._common import Stats
 from laconic.integrations._compress import check_free, not_parallel, unwrapped
-from laconic.integrations._ddp import comm_hook
+from laconic.integrations._ddp import comm_hook, exchange_bucket, raise_after_backward
 from laconic.integrations._fsdp import is_fsdp
 from laconic.integrations._state import HookState
 from laconic.planner._auto_candidates import ERROR, families_of, group_of, measurable
@@ -168,27 +169,32 @@ class Auto:
         self._states[choice].load_state_dict(state["hook"])
 
     def hand(self, bucket: Any) -> Future[Tensor]:
-        """Start a bucket's exchange."""
+        """Start the exchange of one of DDP's buckets."""
+        plain = self._states[PLAIN]
+        if bucket.index() == 0:
+            raise_after_backward(plain.lanes)
+        return plain.order.exchange(bucket, self._course.step + (self._do is None), self._hand)
+
+    def _hand(self, bucket: Bucket) -> Future[Tensor]:
+        """The strategy of the step takes a bucket."""
         buffer, last = bucket.buffer(), bucket.is_last()
-        if buffer.is_sparse:
-            raise ConfigError(
-                "sparse gradients cannot be compressed; use nn.Embedding(sparse=False)"
-            )
         do = self._do or self._begin()
-        if do.ask is not None:
+        if do.ask is not None and not buffer.is_sparse:
             self._measure_sizes(bucket)
         if last:
             self._meter.last()
             if do.ask is not None:
                 self._share(do, bucket)
             self._do = None
+        if buffer.is_sparse:
+            return self._sparse(bucket, last)
         if do.look:
             return self._look(bucket)
         if do.spec == PLAIN:
             return self._plain(buffer, last)
         state = self._states[do.spec]
         state.step = self._course.step
-        return comm_hook(state, bucket)
+        return exchange_bucket(state, bucket)
 
     def one_by_one(self, bucket: tuple[Tensor, Tensor]) -> Future[Tensor]:
         """A compiled DDP with the Python reducer has no buckets and no steps: plain means."""
@@ -215,6 +221,13 @@ class Auto:
         buffer.mul_(1 / self._size)
         added = self._group.allreduce([buffer]).get_future()
         return added.then(self._ended if last else _first)
+
+    def _sparse(self, bucket: Bucket, last: bool) -> Future[Tensor]:
+        """No strategy encodes it."""
+        done = exchange_bucket(self._states[PLAIN], replace(bucket, last=False))
+        if last:
+            done.add_done_callback(lambda _: self._meter.end())
+        return done
 
     def _ended(self, done: Future[list[Tensor]]) -> Tensor:
         self._meter.end()
@@ -288,10 +301,10 @@ class Auto:
         )
 
     def _share_out(self) -> None:
-        """One room for buffers, for all strategies."""
-        scratch = Scratch()
+        """One room for buffers, and one order of buckets, for all strategies."""
+        scratch, order = Scratch(), self._states[PLAIN].order
         for state in self._states.values():
-            state.scratch = scratch
+            state.scratch, state.order = scratch, order
 
     def _let_go(self) -> None:
         """Buffers that the choice may not need, and the memories of all others."""
