@@ -147,8 +147,9 @@ class ECDQ(Codec):
         no_norm(self.name, norm)
         steps, section = _sections(body, header)
         parts, kernels, subtract = header.parts, backend(x.device), _SUBTRACT[self.subtract]
-        error, budgets = self.error or 0.0, Budgets.of(len(parts), x.device)
-        shares = budget.shares or (1.0,) * len(parts)
+        shares, error = budget.shares or (1.0,) * len(parts), self.error or 0.0
+        searched = self.error is not None and subtract is not Subtract.ALWAYS
+        budgets = Budgets.of(len(parts), x.device) if searched else None
         kernels.ecdq_steps(
             x,
             steps,

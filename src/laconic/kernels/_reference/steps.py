@@ -1,32 +1,7 @@
 """The steps of ecdq: as large as the error allows, and no larger on any input.
 
-At step Δ a block of n ≤ 512 values and of energy E_b = Σ v² costs, on average over the dither,
-
-    C_b(Δ) = Δ²·min(n/12, Σ φ(1-φ)),          without the first choice under subtract=never.
-
-1. A bound that needs no second look at the values. φ(1-φ) ≤ min(1/4, |v|/Δ), and Σ|v| ≤ √(n·E_b):
-
-       C_b(Δ) ≤ U_b(Δ) = 512·Δ·min(Δ/c, ρ_b),    ρ_b = √(E_b/512),   c = 12; 4 under never
-
-   Blocks are counted by level, the binary exponent of E_b: level k has ρ_b < ρ_k = √(2^(k+1)/512).
-   The 63 highest levels have a count each, lower ones share the last. With U = Σ U_b over them:
-
-2. A safe step. Δ = √(c·error)·rms keeps to the budget T = error·Σ v², because no value costs more
-   than Δ²/c. U(s·Δ) ≤ s²·U(Δ) for s ≥ 1, so Δ·√(T/U(Δ)) keeps to it as well, where U(Δ) ≤ T;
-   four times, until little changes. It already is the right one for energy in few blocks.
-
-3. A sample of at most 256 blocks that no energy can hide from. Block b, of level k, is worth
-   g_b = min(Δ/c, ρ_k), its share of U at the safe step. Blocks with g_b ≥ τ are taken for sure,
-   m' of the others with weights w_b = round(2^24·g_b/τ), W = Σ w_b:
-
-       τ = Σ_others g_b / m',   point j = (j + h_j)·W/m', j < m', h_j a hash of j on [0, 1),
-
-   and a point takes the block in whose part of [0, W) it lies. All blocks that are not zero are
-   sure, if they are 256 or fewer. The estimate (Hansen and Hurwitz 1943) is
-
-       Ĉ(Δ) = Σ_sure C_b + Σ_j C_j·W/(m'·w_j),        S² = Σ_j z_j² - (Σ_j z_j)²/m',
-
-   z_j the terms of the second sum: no term is more than U/m', and S is the standard error.
+The safe step, and the estimate Ĉ of the expected error with its standard error S, are 1 to 3 in
+`sample.py`; T = error·Σ v² is what a segment may spend.
 
 4. The search starts at the safe step and tries larger ones: Ĉ + 3·S ≤ T. Trials are float32, as
    steps are, so that a sample of all blocks is exact.
@@ -53,15 +28,18 @@ from laconic.kernels._coding import (
     CHUNK,
     EVALUATIONS,
     LARGEST,
-    LEVELS,
-    SAMPLE,
-    SCALINGS,
     SQUARED_STEP,
-    UNIT,
     Budgets,
     Subtract,
 )
 from laconic.kernels._layout import LIFT, TINY
+from laconic.kernels._reference.sample import (
+    Sample,
+    count_levels,
+    radii,
+    safe_step,
+    sample_blocks,
+)
 
 _HUGE = 3.4e38
 
@@ -114,10 +92,10 @@ def _choose(v: Tensor, error: float, step: float, max_bits: float, subtract: Sub
     low = math.sqrt(most * budget / len(v))
     if subtract is Subtract.ALWAYS:
         return _Choice(step=_bounded(v, max_bits, max(_below(low), floor)))
-    counts, highest = _counted(energies)
-    safe = _safe(counts, _radii(highest), budget, low, most)
+    counts, highest = count_levels(energies)
+    safe = safe_step(counts, radii(highest), budget, low, most)
     start = max(_below(safe), floor)
-    sample = _sample(energies, counts, highest, safe / most)
+    sample = sample_blocks(energies, counts, highest, safe / most)
     found = _search(v, sample, start, budget, subtract)
     delta = _bounded(v, max_bits, found)
     limit = budget if delta == found else math.inf  # a ceiling on the bits goes before the error
@@ -177,85 +155,10 @@ def _bounded(v: Tensor, max_bits: float, delta: float) -> float:
     return delta if wanted == delta else _above(wanted)
 
 
-# --- the bound -----------------------------------------------------------------------------
-
-
-def _levels(energies: np.ndarray) -> np.ndarray:
-    """Binary exponents as a double stores them: 0 for zero, and for nothing else here."""
-    return energies.view(np.int64) >> 52
-
-
-def _counted(energies: np.ndarray) -> tuple[np.ndarray, int]:
-    """Blocks of every level, from the highest down, and which one that is."""
-    levels = _levels(energies)
-    highest = int(levels.max())
-    places = np.minimum(highest - levels[levels > 0], LEVELS - 1)
-    return np.bincount(places, minlength=LEVELS), highest
-
-
-def _radii(highest: int) -> np.ndarray:
-    """ρ_k of every level."""
-    return np.sqrt(np.ldexp(1.0, highest - np.arange(LEVELS) - 1022) / BLOCK)
-
-
-def _safe(counts: np.ndarray, radii: np.ndarray, budget: float, low: float, most: int) -> float:
-    """A step that keeps to the budget whatever the blocks hold."""
-    for _ in range(SCALINGS):
-        bound = float((counts * np.minimum(low / most, radii)).sum()) * BLOCK * low
-        low *= max(1.0, math.sqrt(budget / bound))
-    return low
-
-
-# --- the sample ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """Blocks, what each stands for, and how many of the last ones are points'."""
-
-    blocks: np.ndarray
-    weights: np.ndarray
-    points: int
-
-
-def _sample(energies: np.ndarray, counts: np.ndarray, highest: int, cap: float) -> _Sample:
-    worth = np.minimum(cap, _radii(highest))
-    sure, tau = _threshold(counts, worth)
-    levels = _levels(energies)
-    place = np.minimum(highest - levels, LEVELS - 1)
-    own = np.maximum(np.floor(worth / tau * UNIT + 0.5), 1).astype(np.int64)
-    taken = (levels > 0) & (place < sure)
-    weights = np.where((levels > 0) & ~taken, own[place], 0)
-    points = SAMPLE - int(counts[:sure].sum())
-    if not weights.any():
-        points = 0
-    total, ends = int(weights.sum()), np.cumsum(weights)
-    j = np.arange(points, dtype=np.uint64)
-    place = ((j * 0x9E3779B1 & 0xFFFFFFFF) >> 16).astype(np.float64) / 65536 + j
-    found = np.searchsorted(ends, place * (total / max(points, 1)), side="right")
-    stands = total / (points * weights[found].astype(np.float64))
-    blocks = np.concatenate([np.flatnonzero(taken), found])
-    return _Sample(blocks, np.concatenate([np.ones(int(taken.sum())), stands]), points)
-
-
-def _threshold(counts: np.ndarray, worth: np.ndarray) -> tuple[int, float]:
-    """How many levels, from the highest down, are taken for sure; and τ of the others."""
-    if counts.sum() <= SAMPLE:
-        return LEVELS, 1.0
-    sure = 0
-    while True:
-        rest = float((counts[sure:] * worth[sure:]).sum())
-        tau = rest / (SAMPLE - int(counts[:sure].sum()))
-        more = sure + int((worth[sure:] >= tau).sum())
-        if more == sure:
-            return sure, tau
-        sure = more
-
-
 # --- the search ----------------------------------------------------------------------------
 
 
-def _search(v: Tensor, sample: _Sample, start: float, budget: float, subtract: Subtract) -> float:
+def _search(v: Tensor, sample: Sample, start: float, budget: float, subtract: Subtract) -> float:
     """The largest step found, from a safe one on, whose estimated error keeps to the budget."""
     blocks = [v[b * BLOCK : (b + 1) * BLOCK] for b in sample.blocks.tolist()]
 
