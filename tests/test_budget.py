@@ -16,11 +16,11 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from benchmarks._gradients import KINDS, gradients
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
+from benchmarks._gradients import KINDS, gradients
 from benchmarks._ranks import Rank, Switch, on_all
 from laconic.codecs._memory import Scratch
 from laconic.exchanges import Call, Exchange, Hierarchical, Traffic, pair

@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from gradients import gradients
+from benchmarks._gradients import gradients
 from helpers import INPUTS, assert_same_bits, device_of, gaussian, kernels, mostly_zero, student_t3
 from torch import Tensor
 

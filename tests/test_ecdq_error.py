@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from gradients import KINDS, gradients
+from benchmarks._gradients import KINDS, gradients
 from helpers import assert_same_bits, gaussian, mostly_zero, student_t3
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -27,7 +27,7 @@ class Stats(HasRatio):
     error_mean: float | None = None  # over parameters and steps
     error_largest: float | None = None  # of any parameter at any step
     exact_means: int | None = None  # how often only a parameter's exact mean could keep the budget
-    kappa: float | None = None  # ‖mean‖²/‖own gradient‖², where a budget made it worth measuring
+    kappa: float | None = None  # ‖mean‖²/average ‖gradient‖², where a codec has a budget
     # of the nested exchange, where it is used
     nesting_ratio: float | None = None  # ρ in use, mean over owners of chunks; dqsg counts as 2M+1
     decode_failures: float | None = None  # share of values that this rank decoded wrongly

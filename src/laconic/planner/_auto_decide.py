@@ -123,7 +123,7 @@ def kappa_of(squares: Table) -> float:
     own = statistics.mean(rank[0] for rank in squares)
     mean = statistics.mean(rank[1] for rank in squares)
     unknown = 1 / len(squares)
-    kappa = mean / own if own > 0 else unknown
+    kappa = mean / own if 0 < own < math.inf else unknown
     return min(max(kappa, LEAST_KAPPA), 1.0) if math.isfinite(kappa) else unknown
 
 
