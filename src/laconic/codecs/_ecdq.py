@@ -37,9 +37,13 @@ class ECDQ(Codec):
            E‖v̂-v‖² = Δ²·Σ_blocks min(n/12, Σ φ_i(1-φ_i)).
        A choice that looks at q is biased: with φ small, q ≠ 0 tells that r was large, and a rule
        that takes one form then and the other one otherwise keeps only part of either mean.
-    2. `error=` is E‖v̂-v‖²/‖v‖² after that choice. Without it f = √(12·error); with it f is
-       larger, found on a sample of 256 blocks that are tried with a few steps (no second pass).
-       `step=` gives f itself. Integers stay within 32001: Δ is at least max|v|/32000.
+    2. `error=` is the most that E‖v̂-v‖²/‖v‖² may be after that choice, of every segment and
+       for all v. f = √(12·error) would keep to it without the choice; with it f is larger,
+       found on 256 blocks or fewer, sampled by what they may cost, that are tried with a few
+       steps (no second pass). Quantizing adds up the exact error; in the rare case that the
+       sample was misled, the segment takes a smaller step that needs no sample
+       (`kernels/_reference/steps.py`). None of this looks at r. `step=` gives f itself. Integers
+       stay within 32001: Δ is at least max|v|/32000, even if that is more error than asked for.
     3. q is coded losslessly (`coder=`): zeros and small integers cost little. The code length may
        depend on anything, the value may not.
     4. `max_bits=` is a ceiling on the coded bits of a value (2 or more, averaged over a segment;
@@ -47,6 +51,9 @@ class ECDQ(Codec):
        K = floor(max|v|/Δ) + 1 whatever r is, and no coder is longer than bit planes of
        1 + bit_length(K) bits: Δ grows until these fit, before r is drawn. Redrawing or coarsening
        after seeing the length would keep draws that came out short, and shrink the mean.
+
+    5. `encode(shares=...)` multiplies `error` segment by segment, and `encode(spent=...)` gets the
+       exact E‖v̂-v‖² of 1. for each.
 
     Ziv 1985; Zamir and Feder 1992 (entropy-coded dithered quantization). r has 16 bits, which
     biases a value by at most 2^-17 of Δ.
