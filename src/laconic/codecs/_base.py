@@ -44,7 +44,7 @@ class ErrorBudget:
     expected squared errors.
     """
 
-    shares: tuple[float, ...] = ()
+    shares: tuple[float, ...] | Tensor = ()  # a tensor where only a device knows them
     spent: Tensor | None = None
 
 
@@ -76,7 +76,7 @@ class Codec(ABC):
         workers: int | None = None,
         out: Tensor | Wire | None = None,
         segments: Sequence[int] | None = None,
-        shares: Sequence[float] | None = None,
+        shares: Sequence[float] | Tensor | None = None,
         spent: Tensor | None = None,
     ) -> Wire:
         """Encode x into one uint8 tensor on its device, `out` if given.
@@ -89,9 +89,10 @@ class Codec(ABC):
         waits for the device.
 
         `shares`, for codecs with a `budget`, are factors of it, one per segment: 0.25 asks for a
-        quarter of the error. `spent`, for codecs with `knows_error`, is a float32 or float64
-        tensor on x's device with an entry per segment (one without segments). It gets the
-        exact expected squared error E‖Q(v) - v‖² of each, over the dither, given x.
+        quarter of the error. A float64 tensor on x's CUDA device is not waited for. `spent`, for
+        codecs with `knows_error`, is a float32 or float64 tensor on x's device with an entry per
+        segment (one without segments). It gets the exact expected squared error E‖Q(v) - v‖² of
+        each, over the dither, given x.
         """
         flat = flat_input(x)
         workers = 1 if workers is None else workers
@@ -252,7 +253,7 @@ class Codec(ABC):
 
     def _error_budget(
         self,
-        shares: Sequence[float] | None,
+        shares: Sequence[float] | Tensor | None,
         spent: Tensor | None,
         segments: int,
         device: torch.device,
@@ -267,11 +268,7 @@ class Codec(ABC):
             raise ConfigError(
                 f"{self} does not know the error that it makes: leave spent= out, or use ecdq"
             )
-        factors = () if shares is None else tuple(float(share) for share in shares)
-        if shares is not None and len(factors) != segments:
-            raise ValueError(f"shares has {len(factors)} entries: give one per segment, {segments}")
-        if not all(0 < share < math.inf for share in factors):
-            raise ValueError(f"shares must be positive and finite, not {factors}")
+        factors = _factors(shares, segments, device)
         if spent is not None and (
             spent.dtype not in (torch.float32, torch.float64)
             or spent.shape != (segments,)
@@ -319,6 +316,26 @@ class Codec(ABC):
             if value is not None:
                 settings.append(f"{item.name}={value}")
         return f"{self.name}:{','.join(settings)}" if settings else self.name
+
+
+def _factors(
+    shares: Sequence[float] | Tensor | None, segments: int, device: torch.device
+) -> tuple[float, ...] | Tensor:
+    """Shares, checked; on a CUDA device only their number is."""
+    if shares is None:
+        return ()
+    if len(shares) != segments:
+        raise ValueError(f"shares has {len(shares)} entries: give one per segment, {segments}")
+    if isinstance(shares, Tensor) and shares.is_cuda:
+        if shares.dtype != torch.float64 or shares.device != device:
+            raise ValueError(
+                f"shares must be float64 on {device}, not {shares.dtype} on {shares.device}"
+            )
+        return shares
+    factors = tuple(map(float, shares))
+    if not all(0 < share < math.inf for share in factors):
+        raise ValueError(f"shares must be positive and finite, not {factors}")
+    return factors
 
 
 @lru_cache(maxsize=4096)

@@ -154,14 +154,16 @@ class ECDQ(Codec):
         no_norm(self.name, norm)
         steps, section = _sections(body, header)
         parts, kernels, subtract = header.parts, backend(x.device), _SUBTRACT[self.subtract]
-        shares, error = budget.shares or (1.0,) * len(parts), self.error or 0.0
+        error, shares = self.error or 0.0, budget.shares
+        if not isinstance(shares, Tensor):
+            shares = shares or (1.0,) * len(parts)
         searched = self.error is not None and subtract is not Subtract.ALWAYS
         budgets = Budgets.of(len(parts), x.device) if searched else None
         kernels.ecdq_steps(
             x,
             steps,
             parts,
-            errors=tuple(error * share for share in shares),
+            errors=_times(error, shares),
             step=self.step or 0.0,
             max_bits=self.max_bits or 0.0,
             subtract=subtract,
@@ -192,6 +194,12 @@ class ECDQ(Codec):
             weight=into.weight,
             add=into.add,
         )
+
+
+def _times(error: float, shares: tuple[float, ...] | Tensor) -> tuple[float, ...] | Tensor:
+    if isinstance(shares, Tensor):
+        return error * shares
+    return tuple(error * share for share in shares)
 
 
 def _sections(body: Tensor, header: Header) -> tuple[Tensor, Section]:

@@ -123,7 +123,7 @@ class Feedback(Codec):
         workers: int | None = None,
         out: Tensor | Wire | None = None,
         segments: Sequence[int] | None = None,
-        shares: Sequence[float] | None = None,
+        shares: Sequence[float] | Tensor | None = None,
         spent: Tensor | None = None,
         places: Sequence[Place] | None = None,
     ) -> Wire:

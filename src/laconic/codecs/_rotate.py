@@ -169,7 +169,7 @@ class Rotate(Codec):
                 key,
                 out=body,
                 segments=segments or None,
-                shares=budget.shares or None,
+                shares=budget.shares if len(budget.shares) else None,
                 spent=budget.spent,
             )
 

@@ -38,6 +38,7 @@ from laconic.exchanges._wires import Sizes
 LIMIT = 1.1  # of the budget, in expectation: more has broken it
 FIRST, ALONE = 0.4, 0.9  # of the budget, for first encodings: with owners' after them, and without
 _HALF = 0.5
+_GRAIN = 64
 _BACK_LEAST, _BACK_MOST = 0.125, 0.75  # of the budget, for owners
 
 
@@ -138,15 +139,15 @@ class Account:
         )
         return torch.stack(list(norms)).float().square()
 
-    def back(self, first: Tensor, squares: Tensor) -> list[float] | None:
+    def back(self, first: Tensor, squares: Tensor) -> Tensor:
         """Shares of the budget for an owner's encoding: what the first ones have left of it.
 
-        E2 = E·T - E1, from an eighth to three quarters of E·M. Only where values need no waiting.
+        E2 = E·T - E1, from an eighth to three quarters of E·M; in steps of 1/64, so that devices,
+        which add squares in another order, agree.
         """
-        if first.is_cuda:
-            return [_HALF] * first.numel()
-        left = 1 - first / squares * (1 + 1 / self.budget)
-        return left.nan_to_num(_HALF).clamp(_BACK_LEAST, _BACK_MOST).tolist()
+        left = 1 - first.double() / squares.double() * (1 + 1 / self.budget)
+        left = (left.nan_to_num(_HALF) * _GRAIN).floor() / _GRAIN
+        return left.clamp(_BACK_LEAST, _BACK_MOST)
 
     def settle_alone(self, first: Tensor, x: Tensor) -> None:
         """`settle`, where all ranks have decoded all of x: E1 of its segments."""

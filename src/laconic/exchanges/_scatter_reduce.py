@@ -40,8 +40,8 @@ class ScatterReduce(Exchange):
     4. The first encodings get e1 = 0.4·f·E, f being the n·κ to count on: what the steps before
        tell, with a margin, and 1 (less for small parameters) where they tell nothing.
     5. What they spend, an exact expectation, travels with them (one fp32 number per segment). The
-       owner gives its own encoding what they have left of the budget, E·T - E1 of ‖S‖², from an
-       eighth to three quarters of E. (On CUDA half of E: values would have to be waited for.)
+       owner gives its own encoding what they have left of the budget, E·T - E1, from an eighth to
+       three quarters of E·‖S‖².
     6. The owners' sums travel with the lengths of their wires, so all ranks know E1, E2 and T, the
        square of the mean, of each parameter. One with E1 + E2 > 1.1·E·T is added up once more, in
        fp32, and has no error at this step (`_budget.py`).

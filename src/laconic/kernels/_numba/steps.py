@@ -47,7 +47,7 @@ def ecdq_steps(
     out: Tensor,
     parts: tuple[int, ...],
     *,
-    errors: Sequence[float],
+    errors: Sequence[float] | Tensor,
     step: float,
     max_bits: float,
     subtract: Subtract,

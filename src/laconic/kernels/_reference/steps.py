@@ -49,7 +49,7 @@ def ecdq_steps(
     out: Tensor,
     parts: tuple[int, ...],
     *,
-    errors: Sequence[float],
+    errors: Sequence[float] | Tensor,
     step: float,
     max_bits: float,
     subtract: Subtract,
@@ -65,7 +65,7 @@ def ecdq_steps(
     for number, length in enumerate(parts):
         v = x[first : first + length].to(torch.float32).cpu()
         first += length
-        chosen = _choose(v, errors[number], step, max_bits, subtract)
+        chosen = _choose(v, float(errors[number]), step, max_bits, subtract)
         out[number] = chosen.step
         if budgets is not None:
             budgets.limit[number] = chosen.limit

@@ -56,7 +56,7 @@ def ecdq_steps(
     out: Tensor,
     parts: tuple[int, ...],
     *,
-    errors: Sequence[float],
+    errors: Sequence[float] | Tensor,
     step: float,
     max_bits: float,
     subtract: Subtract,
@@ -92,7 +92,7 @@ def ecdq_steps(
     _prepare[(count,)](
         out,
         segments,
-        _errors(tuple(errors), device),
+        errors if isinstance(errors, Tensor) else _errors(tuple(errors), device),
         most,
         squares,
         high,
