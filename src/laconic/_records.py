@@ -44,7 +44,7 @@ def record(kind: type[Any], found: object, where: str = "") -> Any:
 def _value(hint: Any, found: object, where: str) -> Any:
     choices = [one for one in get_args(hint) if one is not NoneType]
     if get_origin(hint) is tuple:
-        if not isinstance(found, list):
+        if not isinstance(found, list | tuple):
             raise ValueError(f"{where} is {shortened(found)}, not a list")
         return tuple(_value(choices[0], one, f"{where}[{i}]") for i, one in enumerate(found))
     if choices:  # X | None
