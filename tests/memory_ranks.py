@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from queue import Queue
 from typing import Any
 
@@ -27,9 +26,7 @@ class Hub:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        pairs = list(product(range(size), repeat=2))
-        self.lines: dict[tuple[int, int], Queue[Any]] = {pair: Queue() for pair in pairs}
-        self.meetings: dict[tuple[int, int], Queue[Any]] = {pair: Queue() for pair in pairs}
+        self.lines, self.meetings = _lines(size), _lines(size)
 
     def meet(self, rank: int, mine: Sequence[Tensor]) -> list[Any]:
         """What all ranks bring, in order."""
@@ -44,6 +41,10 @@ class Hub:
             self.meetings[rank, peer].put(None)
 
 
+def _lines(size: int) -> dict[tuple[int, int], Queue[Any]]:
+    return {(i, j): Queue() for i in range(size) for j in range(size)}
+
+
 def taken(line: Queue[Any]) -> Any:
     """What comes next; as Gloo's, an error if nothing will."""
     found = line.get(timeout=_PATIENCE_S)
@@ -53,7 +54,10 @@ def taken(line: Queue[Any]) -> Any:
     return found
 
 
-class MemoryGroup(dist.ProcessGroup):
+_Group: Any = dist.ProcessGroup  # its stubs are stricter than what calls it
+
+
+class MemoryGroup(_Group):
     """One rank of it."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
@@ -118,7 +122,8 @@ class _Arrival:
 def _done() -> Any:
     future: Future[None] = Future()
     future.set_result(None)
-    return torch._C._distributed_c10d._create_work_from_future(future)
+    c10d: Any = torch._C
+    return c10d._distributed_c10d._create_work_from_future(future)
 
 
 @contextmanager
@@ -137,9 +142,7 @@ def memory_groups(size: int) -> Iterator[list[MemoryGroup]]:
             world.pg_group_ranks.pop(group, None)
 
 
-def on_all(
-    groups: Sequence[MemoryGroup], work: Callable[[MemoryGroup], Any]
-) -> list[Any | BaseException]:
+def on_all(groups: Sequence[MemoryGroup], work: Callable[[MemoryGroup], Any]) -> list[Any]:
     """What every rank's work returns, or raises."""
     outcomes: list[Any] = [None] * len(groups)
 

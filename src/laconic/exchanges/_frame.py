@@ -150,15 +150,19 @@ def _salt(seed: int, tensor: int, chunk: int, name: Name) -> int:
 
 def write(data: Tensor, words: Sequence[int], check: int) -> None:
     """A frame into the first 16 bytes, on the host."""
-    _FRAME.pack_into(data[:FRAME_BYTES].numpy(), 0, *words, check)
+    _FRAME.pack_into(_view(data), 0, *words, check)
 
 
 def _finish(data: Tensor, covered: Tensor, call: Call, name: Name) -> None:
-    _CHECK.pack_into(data[:FRAME_BYTES].numpy(), 12, check_of(covered, call, name))
+    _CHECK.pack_into(_view(data), 12, check_of(covered, call, name))
 
 
 def _read(data: Tensor) -> tuple[int, ...]:
-    return _FRAME.unpack_from(data[:FRAME_BYTES].numpy())
+    return _FRAME.unpack_from(_view(data))
+
+
+def _view(data: Tensor) -> memoryview:
+    return data[:FRAME_BYTES].numpy().data
 
 
 def _described(third: int) -> str:
