@@ -244,7 +244,7 @@ def leaves_its_budget(rank: int) -> dict[str, Any]:
 
 def alone_locally(rank: int) -> bool:
     """Local steps of a single rank are its own."""
-    groups = [dist.new_group([one]) for one in range(RANKS)]
+    groups: list[Any] = [dist.new_group([one]) for one in range(RANKS)]
     ends = []
     for local in (False, True):
         torch.manual_seed(0)

@@ -13,11 +13,11 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from benchmarks._gradients import gradients
 from helpers import INPUTS, assert_same_bits, device_of, gaussian, kernels, mostly_zero, student_t3
 from torch import Tensor
 
 import laconic as lc
+from benchmarks._gradients import gradients
 from laconic.kernels import _reference, using
 from laconic.kernels._coding import CHUNK, Budgets, Kind, Section, Subtract, most_words, table
 from laconic.kernels._reference.coding import _check

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from benchmarks._gradients import KINDS, gradients
 from helpers import assert_same_bits, gaussian, mostly_zero, student_t3
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from scipy import stats
 from torch import Tensor
 
 import laconic as lc
+from benchmarks._gradients import KINDS, gradients
 from laconic.kernels import using
 from laconic.kernels._reference import sample
 
