@@ -222,7 +222,7 @@ def test_parameters_that_share_a_tensor_have_budgets_of_their_own() -> None:
     assert found is not None and [row.fallbacks for row in found.parameters] == [1, 0]
     assert found.parameters[0].largest == 0 and found.parameters[1].largest > 0
     ring = 2 * (n - 1) / n * 4 * 6000
-    assert sent[1] - sent[0] == pytest.approx(ring, rel=0.1)
+    assert 0.95 * ring < sent[1] - sent[0] < 1.2 * ring  # its owner encodes it finely, in vain
 
 
 def test_bf16_gradients_fall_back_to_their_own_mean() -> None:

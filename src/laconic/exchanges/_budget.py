@@ -199,8 +199,8 @@ class Account:
         copies = kept.split(sizes)
         for copy, view in zip(copies, sources, strict=True):
             copy.copy_(view)
-        plain_mean(kept, self.call)
         yield
+        plain_mean(kept, self.call)  # not before: messages that arrived lie in transport's buffers
         for copy, view in zip(copies, self._views(targets), strict=True):
             if view.numel():
                 view.copy_(copy)
