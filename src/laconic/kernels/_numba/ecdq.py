@@ -16,7 +16,6 @@ from laconic.kernels._coding import (
     Budgets,
     Section,
     Subtract,
-    Table,
     table,
 )
 from laconic.kernels._layout import GROUP
@@ -68,17 +67,17 @@ def ecdq_encode(
     def fill(q: np.ndarray, first: int, last: int) -> None:
         _quantize(data, *place, delta, int(subtract), *key, first, last, marks, costs, q)
 
-    def encode() -> np.ndarray:
-        encode_chunks(fill, where, marks, delta.view(np.uint32), stream, coder, form, section)
-        return _squared_error(delta, costs, where)
+    error = np.empty(len(parts))
 
-    error = encode()
-    if budgets is not None:
-        limit, safe = budgets.limit.numpy(), budgets.safe.numpy()
-        above = (error > limit * (1 + TOLERANCE)) & (safe < delta)
-        if above.any():
-            np.copyto(delta, safe, where=above)
-            error = encode()
+    def encode() -> None:
+        encode_chunks(fill, where, marks, delta.view(np.uint32), stream, coder, form, section)
+        _squared_errors(costs, where.segment, delta, error)
+
+    encode()
+    if budgets is not None and _fall_back(
+        error, budgets.limit.numpy(), budgets.safe.numpy(), delta
+    ):
+        encode()
     if spent is not None:
         spent.copy_(torch.from_numpy(error))
 
@@ -107,10 +106,28 @@ def ecdq_decode(
     decode_chunks(use, where, stream, coder, LARGEST + 1, section)
 
 
-def _squared_error(delta: np.ndarray, costs: np.ndarray, where: Table) -> np.ndarray:
+@kernel
+def _squared_errors(
+    costs: np.ndarray, segment: np.ndarray, steps: np.ndarray, error: np.ndarray
+) -> None:
     """Expected squared error of every segment, NaN where the step is."""
-    total = np.add.reduceat(costs, np.flatnonzero(np.diff(where.segment, prepend=-1)))
-    return delta.astype(np.float64) ** 2 * total / SQUARED_STEP
+    error[:] = 0
+    for c in range(len(costs)):
+        error[segment[c]] += costs[c]
+    for s in range(len(steps)):
+        step = np.float64(steps[s])
+        error[s] = step * step * error[s] / SQUARED_STEP
+
+
+@kernel
+def _fall_back(error: np.ndarray, limit: np.ndarray, safe: np.ndarray, steps: np.ndarray) -> bool:
+    """Give segments that cost too much their safe steps; whether there are any."""
+    found = False
+    for s in range(len(steps)):
+        if error[s] > limit[s] * (1 + TOLERANCE) and safe[s] < steps[s]:
+            steps[s] = safe[s]
+            found = True
+    return found
 
 
 @kernel

@@ -28,20 +28,25 @@ def count_levels(energies: np.ndarray, counts: np.ndarray) -> int:
 
 
 @kernel
-def _radius(level: int) -> float:
-    """What the root mean square of a block of this level stays below."""
-    return np.sqrt(np.ldexp(1.0, level - 1022) / BLOCK)
+def radii_of(highest: int, count: int) -> np.ndarray:
+    """What the root mean squares of blocks stay below, from the highest level down."""
+    radii = np.empty(count)
+    square = np.ldexp(1.0, highest - 1022) / BLOCK
+    for i in range(count):
+        radii[i] = np.sqrt(square)
+        square *= 0.5
+    return radii
 
 
 @kernel
 def safe_step(
-    counts: np.ndarray, highest: int, budget: float, low: float, per_value: float
+    counts: np.ndarray, radii: np.ndarray, budget: float, low: float, per_value: float
 ) -> float:
     """A step that keeps to the budget whatever the blocks hold."""
     for _ in range(SCALINGS):
         bound = 0.0
-        for i in range(LEVELS):
-            bound += counts[i] * min(low / per_value, _radius(highest - i))
+        for i in range(len(counts)):
+            bound += counts[i] * min(low / per_value, radii[i])
         low *= max(1.0, np.sqrt(budget / (bound * BLOCK * low)))
     return low
 
@@ -51,21 +56,18 @@ def sample_blocks(
     energies: np.ndarray,
     counts: np.ndarray,
     highest: int,
-    cap: float,
+    worth: np.ndarray,
     places: np.ndarray,
     weights: np.ndarray,
 ) -> tuple[int, int]:
     """Blocks and what each stands for; returns how many there are, and how many points among them.
 
-    Blocks that are taken for sure come first.
+    Blocks that are taken for sure come first. Levels are worth `worth` each.
     """
-    worth = np.empty(LEVELS)
-    for i in range(LEVELS):
-        worth[i] = min(cap, _radius(highest - i))
     sure, tau = _threshold(counts, worth)
-    own = np.zeros(LEVELS, np.int64)
+    own = np.zeros(len(counts), np.int64)
     total = taken = 0
-    for i in range(sure, LEVELS):
+    for i in range(sure, len(counts)):
         own[i] = max(int(np.floor(worth[i] / tau * UNIT + 0.5)), 1)
         total += own[i] * counts[i]
     for i in range(sure):
@@ -99,16 +101,16 @@ def _point(j: int) -> float:
 def _threshold(counts: np.ndarray, worth: np.ndarray) -> tuple[int, float]:
     """How many levels, from the highest down, are taken for sure; and tau of the others."""
     if counts.sum() <= SAMPLE:
-        return LEVELS, 1.0
+        return len(counts), 1.0
     sure = 0
     while True:
         rest, left = 0.0, SAMPLE
         for i in range(sure):
             left -= counts[i]
-        for i in range(sure, LEVELS):
+        for i in range(sure, len(counts)):
             rest += counts[i] * worth[i]
         tau, more = rest / left, sure
-        while more < LEVELS and worth[more] >= tau:
+        while more < len(counts) and worth[more] >= tau:
             more += 1
         if more == sure:
             return sure, tau

@@ -34,7 +34,7 @@ from laconic.kernels._numba.memory import (
     shr,
     u32,
 )
-from laconic.kernels._numba.sample import count_levels, safe_step, sample_blocks
+from laconic.kernels._numba.sample import count_levels, radii_of, safe_step, sample_blocks
 from laconic.kernels._numba.scale import INFINITY, largest, lift_of, square_sum
 from laconic.kernels._pool import split
 
@@ -80,9 +80,13 @@ def _measure(
     x = pointer(x)
     for c in range(first, last):
         a, b = int(start[c]), int(start[c]) + int(count[c])
-        most[c] = largest(x, a, b)
+        top = i32(0)
         for k in range(BLOCKS):
-            energies[c * BLOCKS + k] = square_sum(x, a + k * BLOCK, min(a + (k + 1) * BLOCK, b))
+            e = min(a + k * BLOCK, b)
+            f = min(e + BLOCK, b)
+            top = max(top, largest(x, e, f))
+            energies[c * BLOCKS + k] = square_sum(x, e, f)
+        most[c] = top
 
 
 @kernel
@@ -129,16 +133,8 @@ def _choose(
                 start = max(np.float64(_below(low)), floor)
                 out[s] = _bounded(counts, tops, max_bits, start)
             else:
-                levels = np.zeros(LEVELS, np.int64)
-                highest = count_levels(own, levels)
-                low = safe_step(levels, highest, budget, low, per_value)
-                start = max(np.float64(_below(low)), floor)
-                places, weights = np.empty(SAMPLE, np.int64), np.empty(SAMPLE)
-                taken, points = sample_blocks(
-                    own, levels, highest, low / per_value, places, weights
-                )
-                sample = (first, length, places[:taken], weights[:taken], points)
-                found = _search(x, *sample, start, budget, subtract)
+                wish = (budget, low, floor, per_value, subtract)
+                found, start = _searched(x, first, length, own, *wish)
                 out[s] = _bounded(counts, tops, max_bits, found)
                 if np.float64(out[s]) == found:  # else a ceiling on the bits goes before the error
                     limit[s] = budget
@@ -191,6 +187,32 @@ def _bounded(count: np.ndarray, most: np.ndarray, max_bits: float, delta: float)
 
 
 # --- the search ----------------------------------------------------------------------------
+
+
+@kernel
+def _searched(
+    x: Pointer,
+    first: int,
+    length: int,
+    energies: np.ndarray,
+    budget: float,
+    low: float,
+    floor: float,
+    per_value: float,
+    subtract: int,
+) -> tuple[float, float]:
+    """The step of a segment, and the safe one that its search starts from."""
+    counts = np.zeros(LEVELS, np.int64)
+    highest = count_levels(energies, counts)
+    counts = counts[: np.flatnonzero(counts)[-1] + 1]
+    radii = radii_of(highest, len(counts))
+    low = safe_step(counts, radii, budget, low, per_value)
+    start = max(np.float64(_below(low)), floor)
+    places, weights = np.empty(SAMPLE, np.int64), np.empty(SAMPLE)
+    worth = np.minimum(low / per_value, radii)
+    taken, points = sample_blocks(energies, counts, highest, worth, places, weights)
+    sample = (first, length, places[:taken], weights[:taken], points)
+    return _search(x, *sample, start, budget, subtract), start
 
 
 @kernel
