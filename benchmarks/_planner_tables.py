@@ -11,6 +11,7 @@ from benchmarks._rows import RESULTS
 from benchmarks._scatter_plot import Point, svg
 from benchmarks.network import LOOPBACK
 from benchmarks.predicted import missed, off, summary
+from laconic._files import write_whole
 
 PLOT = Path(__file__).parent.parent / "docs" / "predicted.svg"
 
@@ -31,7 +32,7 @@ def write_plot() -> None:
         )
         for row in rows("predicted")
     ]
-    PLOT.write_text(svg(points, "A step's time, predicted from a probe and measured"))
+    write_whole(PLOT, svg(points, "A step's time, predicted from a probe and measured"))
 
 
 def predicted() -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from laconic._files import write_whole
 from laconic._host import processor
 
 RESULTS = Path(__file__).parent / "results"
@@ -62,5 +63,5 @@ def save(name: str, rows: list[dict[str, Any]]) -> Path:
     """Write rows with the machine's description to benchmarks/results/NAME.json."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    write_whole(path, json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     return path

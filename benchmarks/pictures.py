@@ -16,6 +16,7 @@ from benchmarks._race_tables import race_picture
 from benchmarks._rows import RESULTS
 from benchmarks._step_tracks import track
 from benchmarks._time_plot import time_plot
+from laconic._files import write_whole
 from laconic.planner import Paper, Probe, Strategy, machine, paper_workload, predict, step_seconds
 from laconic.planner._mean_error import mean_error
 
@@ -324,5 +325,5 @@ def drawn() -> Iterator[tuple[Path, str]]:
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for path, text in drawn():
-        path.write_text(text)
+        write_whole(path, text)
         print(path.name)

@@ -35,6 +35,7 @@ from benchmarks._local_rules import RULES
 from benchmarks._rows import RESULTS, save
 from benchmarks._simulated import Setting, Slot, begun
 from benchmarks._tasks import Characters, Pictures
+from laconic._files import write_whole
 
 NAME = "schedules_gpu"
 _ADAMS = ["adam-gain-2", "adam-gain-1"]
@@ -293,7 +294,7 @@ class Study:
                 shutil.copy(path, self.options.out)
         elif self.options.out is not None:
             path = self.options.out / f"{NAME}.json"
-            path.write_text(json.dumps({"rows": self.rows}, indent=1) + "\n")
+            write_whole(path, json.dumps({"rows": self.rows}, indent=1) + "\n")
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -13,6 +13,7 @@ from benchmarks import _planner_tables as planner
 from benchmarks import _training_tables as training
 from benchmarks._race_tables import race_table, race_verdicts
 from benchmarks._rows import RESULTS
+from laconic._files import write_whole
 
 DOC = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 README = Path(__file__).parent.parent / "README.md"
@@ -551,5 +552,5 @@ def _summary() -> str:
 
 if __name__ == "__main__":
     planner.write_plot()
-    DOC.write_text(page())
-    README.write_text(readme())
+    write_whole(DOC, page())
+    write_whole(README, readme())

@@ -157,6 +157,7 @@ def test_the_status_is_that_of_the_rank_that_failed() -> None:
         (("--rate", "1mbit,2mbit"), "give one rate, or 4"),
         (("--hosts", "0"), "hosts must be"),
         (("--ranks-per-host", "0"), "ranks_per_host must be"),
+        (("--timeout-s", "nan"), "--timeout-s is above 0, not nan"),
         (("--hots", "2"), "did you mean --hosts?"),
     ],
 )
@@ -177,6 +178,12 @@ def started(*words: str) -> subprocess.Popen[str]:
     assert process.stdout is not None and "up" in process.stdout.readline()
     process.stdout.close()  # it writes nothing more
     return process
+
+
+@needs_lab
+def test_a_burst_is_a_size() -> None:
+    found = laconic("lab", "run", "--hosts", "2", "--burst-kb", "nan", "--", "true")
+    assert found.returncode == 2 and "burst_kb is above 0" in found.stderr
 
 
 @needs_lab

@@ -133,6 +133,8 @@ def sentence_of(found: Any) -> str:
         (("bench", "--values", "many"), "a number is like 125m"),
         (("bench", "--seconds", "0"), "seconds are above 0"),
         (("bench", "--threads", "0"), "threads are 1 or more"),
+        (("bench", "--values", "90000b"), "values do not fit into memory"),
+        (("bench", "--values", "9999999999t"), "values do not fit into memory"),
     ],
 )
 def test_the_input_is_to_blame(words: tuple[str, ...], sentence: str) -> None:
@@ -161,9 +163,9 @@ def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             OddError("odd"),
             1,
-            "OddError: odd; nobody expected this, so it may be a bug: run it again",
+            "OddError: odd; unexpected error, probably a bug in laconic: run it again",
         ),
-        (OddError(), 1, "laconic: OddError; nobody"),
+        (OddError(), 1, "laconic: OddError; unexpected"),
         (KeyboardInterrupt(), 130, "laconic: interrupted"),
         (EOFError(), 130, "laconic: interrupted"),
     ],

@@ -14,7 +14,7 @@ from torch import Tensor
 import laconic as lc
 from laconic.coders import coder, coders
 from laconic.kernels import using
-from laconic.kernels._coding import CHUNK, plane_words, sample_blocks, table
+from laconic.kernels._coding import CHUNK, plane_words, table
 
 KEY = lc.Key(seed=11, step=2)
 COUNTS = (1, 2, 127, 511, 512, 513, 8191, 8192, 8193, 20_000)
@@ -196,18 +196,6 @@ def test_coded_integers_cannot_be_summed() -> None:
         _ = wire.payload
     with pytest.raises(TypeError, match="cannot be summed"):
         codec.decode_sum(torch.zeros(10, dtype=torch.int8), [KEY], norm=1.0)
-
-
-def test_sampled_blocks_lie_inside_their_segments() -> None:
-    parts = (1, 511, 513, 9000, 512 * 300, 512 * 5000 + 7)
-    start, size = sample_blocks(parts)
-    assert len(start) == 1 + 1 + 2 + 18 + 256 + 256
-    edges = np.cumsum((0, *parts))
-    for first, length in zip(start, size, strict=True):
-        segment = np.searchsorted(edges, first, side="right") - 1
-        assert edges[segment] <= first and first + length <= edges[segment + 1]
-        assert (first - edges[segment]) % 512 == 0 and 1 <= length <= 512
-    assert len(set(start.tolist())) == len(start)
 
 
 def test_chunks_do_not_cross_segments() -> None:

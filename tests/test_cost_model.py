@@ -186,8 +186,8 @@ class TestSteps:
         own = cost("dqsg:bits=8", Line(start_s=0, per_s=1e6), bits=8)
         one = Strategy(codec="dqsg:bits=8")
         found = step_seconds(one, cluster(2, own), load)
-        assert found == pytest.approx(3.5 + 2 * 64e-6)
-        assert predict(one, cluster(2, own), load).sent_bytes == pytest.approx(1e6 + 128)
+        assert found == pytest.approx(3.5 + 2 * 80e-6)
+        assert predict(one, cluster(2, own), load).sent_bytes == pytest.approx(1e6 + 160)
 
     @pytest.mark.parametrize("k", [1, 2, 4, 8])
     @pytest.mark.parametrize("per_s", [3e5, 8e5, 1e6, 2e6, 1e8])
@@ -200,7 +200,7 @@ class TestSteps:
         own = cost("dqsg:bits=8", FREE, bits=8)
         one = Strategy(codec="dqsg:bits=8", schedule="ssd", period=k)
         place = cluster(2, own, flat=links(2, per_s=per_s))
-        half = 0.75e6 + 64
+        half = 0.75e6 + 80
         push = pull = half / per_s
         work = replace(WORK, rest_s=0.0)  # the owners' step would share the device
         compute = work.compute_s
@@ -244,7 +244,7 @@ class TestSteps:
         own = replace(cost("dqsg:bits=4"), bits_back=16.0)
         found = predict(Strategy(codec="dqsg:bits=4"), cluster(2, own), WORK)
         values = WORK.values / 2
-        assert found.sent_bytes == pytest.approx(values * (4 + 16) / 8 + 4 * 64)
+        assert found.sent_bytes == pytest.approx(values * (4 + 16) / 8 + 4 * 80)
 
     def test_a_backend_that_adds_slowly_takes_longer(self) -> None:
         quick = cost("fp16", bits=16)

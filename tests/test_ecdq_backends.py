@@ -17,8 +17,9 @@ from helpers import INPUTS, assert_same_bits, device_of, gaussian, kernels, most
 from torch import Tensor
 
 import laconic as lc
+from benchmarks._gradients import gradients
 from laconic.kernels import _reference, using
-from laconic.kernels._coding import CHUNK, Kind, Section, Subtract, most_words, table
+from laconic.kernels._coding import CHUNK, Budgets, Kind, Section, Subtract, most_words, table
 from laconic.kernels._reference.coding import _check
 from laconic.kernels._reference.random import draws
 
@@ -192,7 +193,8 @@ def test_steps_are_those_of_the_reference(fast: Fast, name: str, wish: dict) -> 
     make = {**INPUTS, "mixed": mixed}[name]
     x, parts = make(60_000), (40_000, 513, 1, 19_486)
     x[-400:] *= 1e-38
-    options = {"error": 0.0, "step": 0.0, "max_bits": 0.0, "subtract": Subtract.AUTO, **wish}
+    options = {"step": 0.0, "max_bits": 0.0, "subtract": Subtract.AUTO, **wish}
+    options["errors"] = 4 * (options.pop("error", 0.0),)
     wanted, got = torch.zeros(4), torch.zeros(4, device=fast.device)
     _reference.ecdq_steps(x, wanted, parts, **options)
     fast.module.ecdq_steps(x.to(fast.device), got, parts, **options)
@@ -203,9 +205,90 @@ def test_steps_of_zeros_and_of_what_is_not_finite(fast: Fast) -> None:
     x = gaussian(3000)
     x[:1000], x[1500], x[2500] = 0.0, float("nan"), float("-inf")
     got = torch.ones(3, device=fast.device)
-    options = {"error": 0.08, "step": 0.0, "max_bits": 4.0, "subtract": Subtract.AUTO}
+    options = {"step": 0.0, "max_bits": 4.0, "subtract": Subtract.AUTO}
+    options["errors"] = (0.08, 0.08, 0.08)
     fast.module.ecdq_steps(x.to(fast.device), got, (1000, 1000, 1000), **options)
     assert got[0] == 0 and got[1:].isnan().all()
+
+
+WIDE_PARTS = (160_000, 40_000, 300)
+WIDE = {
+    "heavy tails": lambda: student_t3(200_300) ** 3,
+    "one large value": lambda: with_large([77_777], 2e4, 200_300),
+    "few blocks": lambda: torch.cat([gradients("block_sparse", 1, 0)[0], torch.zeros(620)]),
+    "one level, half of it sparse": lambda: misleading(200_300),
+    "many levels": lambda: gaussian(200_300) * 2.0 ** (torch.arange(200_300) // 512 % 80 - 40),
+}
+
+
+def misleading(count: int) -> Tensor:
+    """Blocks of about equal energy: in every other one a single value has it."""
+    x = gaussian(-(-count // 1024) * 1024).view(-1, 2, 512)
+    x[:, 1, 1:], x[:, 1, 0] = 0.0, 23.0
+    return x.view(-1)[:count].clone()
+
+
+@pytest.mark.parametrize("subtract", [Subtract.AUTO, Subtract.NEVER], ids=str)
+@pytest.mark.parametrize("name", WIDE)
+def test_samples_of_blocks_and_budgets_are_those_of_the_reference(
+    fast: Fast, name: str, subtract: Subtract
+) -> None:
+    """Segments of more blocks than are sampled."""
+    x = WIDE[name]()
+    results = []
+    for module, device in ((_reference, torch.device("cpu")), (fast.module, fast.device)):
+        steps, budgets = torch.zeros(3, device=device), Budgets.of(3, device)
+        module.ecdq_steps(
+            x.to(device),
+            steps,
+            WIDE_PARTS,
+            errors=(0.08, 0.02, 0.3),
+            step=0.0,
+            max_bits=0.0,
+            subtract=subtract,
+            budgets=budgets,
+        )
+        results.append((steps.cpu(), budgets.limit.cpu(), budgets.safe.cpu()))
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("subtract", list(Subtract), ids=str)
+def test_segments_that_cost_too_much_take_their_safe_steps(fast: Fast, subtract: Subtract) -> None:
+    """The first and the third have a limit below what they cost; the last one's step is safe."""
+    parts = (CHUNK + 700, 600, 9000, 100, 513)
+    x = torch.cat([student_t3(CHUNK + 700), gaussian(600), mostly_zero(9000), gaussian(613)])
+    limits = torch.tensor([1e-3, 1e9, 1e-3, torch.inf, 1e-3], dtype=torch.float64)
+    results = []
+    for module, device in ((_reference, torch.device("cpu")), (fast.module, fast.device)):
+        steps, budgets = torch.zeros(5, device=device), Budgets.of(5, device)
+        options = {"step": 1.3, "max_bits": 0.0, "subtract": subtract, "budgets": budgets}
+        module.ecdq_steps(x.to(device), steps, parts, errors=5 * (0.0,), **options)
+        steps.copy_(torch.tensor([1.3, 0.9, 1.1, 0.8, 0.7]))
+        budgets.limit.copy_(limits)
+        budgets.safe.copy_(torch.tensor([0.3, 0.2, 0.4, 0.1, 0.7]))
+        wire, spent = section(parts, device), torch.zeros(5, dtype=torch.float64, device=device)
+        options = {"stream": STREAM, "coder": 1, "form": 0, "subtract": subtract}
+        module.ecdq_encode(
+            x.to(device), steps, wire, parts, budgets=budgets, spent=spent, **options
+        )
+        results.append((wire, steps.cpu(), spent.cpu()))
+    (wanted, steps, spent), (wire, got_steps, got_spent) = results
+    assert_same_section(wire, wanted)
+    assert_same_bits(steps, torch.tensor([0.3, 0.9, 0.4, 0.8, 0.7]))
+    assert_same_bits(got_steps, steps)
+    torch.testing.assert_close(got_spent, spent, rtol=1e-14, atol=0)
+
+
+def test_spent_without_a_limit(fast: Fast) -> None:
+    """Where a step is given, nothing is checked, but counted all the same."""
+    x, spent = mostly_zero(CHUNK + 9), torch.zeros(1, device=fast.device)
+    wanted = torch.zeros(1)
+    with using("reference"):
+        lc.ECDQ(step=2.0).encode(x, lc.Key(), spent=wanted)
+    with using(fast.name):
+        lc.ECDQ(step=2.0).encode(x.to(fast.device), lc.Key(), spent=spent)
+    torch.testing.assert_close(spent.cpu(), wanted)
 
 
 def test_a_ceiling_is_a_ceiling(triton: Fast) -> None:

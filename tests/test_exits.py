@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from exits import ends
 from torch import nn
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
@@ -84,9 +85,11 @@ def test_what_is_under_way_when_a_program_ends_does_not_abort_it(
 ) -> None:
     script = """
 opt = lc.SSD(optimizer, model, warmup_steps=0)
-local = lc.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.01), model, period=1, overlap=True)
+other = nn.Linear(200, 100)
+local = lc.LocalSGD(torch.optim.SGD(other.parameters(), lr=0.01), other, period=1, overlap=True)
 for _ in range(3):
-    compute(), opt.step(), local.step(), opt.zero_grad()
+    compute(), opt.step(), opt.zero_grad()
+    compute(other), local.step(), local.zero_grad()
 """
     script += "dist.destroy_process_group()\n" * destroy
     assert codes(script, 2, tmp_path, times=3) == [[0, 0]] * 3
@@ -176,7 +179,7 @@ while not peers_are_gone():
 def world() -> Iterator[None]:
     """Of one rank."""
     dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
+        "gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
     )
     yield
     dist.destroy_process_group()
@@ -231,7 +234,10 @@ def held() -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name", OWNERS)
 def test_close_gives_back_what_was_taken(world: None, name: str) -> None:
-    OWNERS[name]()[1].close()  # what torch keeps is there now
+    step, owner = OWNERS[name]()
+    step()
+    owner.close()
+    del step, owner  # but for what torch keeps
     before = held()
     step, owner = OWNERS[name]()
     step()
@@ -274,5 +280,5 @@ def test_torch_may_destroy_all_groups_first(world: None) -> None:
     closed.close()
     dist.destroy_process_group()
     owner.close()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     OWNERS["ssd"]()[0]()

@@ -358,12 +358,14 @@ def states(rank: int) -> dict[str, Any]:
             said = str(error)
     plain = lc.compress(models[2], "dqsg:bits=4")
     lc.AllRanks(plain).load_state_dict(every[0])  # of another codec: anew
-    lc.AllRanks(second).load_state_dict({"states": every[0]["states"][:1]})  # of fewer ranks
+    with pytest.raises(lc.ConfigError) as fewer:
+        lc.AllRanks(second).load_state_dict({"states": every[0]["states"][:1]})
     return {
         "saved": len(saved.get("states", ())),
         "equal": _equal(mine, theirs),
         "memory": memory,
         "said": said,
+        "fewer": str(fewer.value),
         "anew": plain.state_dict()["step"],
     }
 
@@ -422,7 +424,12 @@ def test_a_state_of_another_rank_is_refused(found: ranks.Answers) -> None:
     assert "lc.AllRanks" in found[1, "states"]["said"]
 
 
-def test_a_state_of_another_codec_or_size_is_left_out(found: ranks.Answers) -> None:
+def test_a_state_of_another_number_of_ranks_is_refused(found: ranks.Answers) -> None:
+    assert "of 1 rank, and here are 2" in found[0, "states"]["fewer"]
+    assert "Resume on 1 rank, or leave" in found[1, "states"]["fewer"]
+
+
+def test_a_state_of_another_codec_is_left_out(found: ranks.Answers) -> None:
     assert found[0, "states"]["anew"] == found[1, "states"]["anew"] == 0
 
 

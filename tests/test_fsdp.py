@@ -295,7 +295,7 @@ def bytes_are_counted(rank: int) -> dict[str, bool]:
         if j != rank:
             wire = codec.nbytes(sum(held(j, size) for size in rows.values()))
             rest = 4 * sum(held(j, size) for size in small.values())
-            sent += -(-wire // 16) * 16 + -(-rest // 16) * 16
+            sent += 16 + -(-wire // 16) * 16 + -(-rest // 16) * 16
     for size in (*rows.values(), *small.values()):
         plain += 4 * -(-size[0] // n) * size[1] * (n - 1)
     stats = handle.stats()

@@ -17,7 +17,7 @@ PACKAGE = Path(laconic.__file__).parent
 
 # each layer imports from its own row and from rows above only
 LAYERS = (
-    ("errors", "_key", "_version", "_units", "_host"),
+    ("errors", "_key", "_version", "_units", "_host", "_files", "_records"),
     ("kernels",),
     ("_wire",),
     ("coders",),

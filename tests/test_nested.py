@@ -20,7 +20,7 @@ from laconic.codecs._memory import Scratch
 from laconic.exchanges import Call, Exchange, Traffic, pair
 from laconic.exchanges._nested import Kept, nesting
 from laconic.exchanges._nesting import in_first_group
-from laconic.exchanges._transport import padded
+from laconic.exchanges._transport import message_bytes, padded
 from laconic.exchanges._wires import chunk_edges
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for all processes
@@ -314,9 +314,9 @@ def expected_bytes(n: int, rank: int, side: str, ratio: int) -> int:
     for j in set(range(n)) - {rank}:
         first = side == "group" and in_first_group((rank - j) % n, n)
         wire = (plain if first else nested).nbytes(edges[j + 1] - edges[j])
-        total += padded(wire) + padded(4 * (rest[j + 1] - rest[j]))
-    back = padded(plain.nbytes(edges[rank + 1] - edges[rank]))
-    return total + (n - 1) * (back + padded(4 * (rest[rank + 1] - rest[rank] + 1)))
+        total += message_bytes(wire, rest[j + 1] - rest[j])
+    back = plain.nbytes(edges[rank + 1] - edges[rank])
+    return total + (n - 1) * message_bytes(back, rest[rank + 1] - rest[rank] + 1)
 
 
 @pytest.mark.parametrize("side", SIDES)

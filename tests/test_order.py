@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import laconic as lc
 from laconic.server._desk import Desk
-from laconic.server._link import FRAME_BYTES, Flag, Frame, Kind, Link
+from laconic.server._link import FRAME_BYTES, Flag, Frame, Kind, Link, body_check
 from laconic.server._order import Order
 from laconic.server._remote import Remote
 from laconic.server._settings import MOST_BYTES, as_bytes, from_bytes
@@ -77,11 +77,11 @@ FRAME = Frame(
 
 def test_frames_survive_the_journey() -> None:
     data = FRAME.pack()
-    assert data.numel() == FRAME_BYTES == 40
+    assert data.numel() == FRAME_BYTES == 44
     assert Frame.unpack(data) == FRAME
 
 
-@pytest.mark.parametrize("place", [0, 4, 5, 8, 12, 20, 28, 35, 36, 39])
+@pytest.mark.parametrize("place", [0, 4, 5, 8, 12, 20, 28, 35, 36, 39, 40, 43])
 def test_an_altered_frame_is_refused(place: int) -> None:
     data = FRAME.pack()
     data[place] ^= 1
@@ -104,6 +104,28 @@ def test_a_body_is_not_read_beyond_its_room() -> None:
     link.peer = 3
     with pytest.raises(lc.WireError, match="rank 3 announced 99 bytes where 98 are the most"):
         link.body(FRAME, torch.empty(98, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 99])
+def test_a_damaged_body_is_refused(size: int) -> None:
+    """Any one bit of it."""
+
+    class Ready(Link):
+        def __init__(self) -> None:
+            self.peer = 3
+
+        def _take(self, data: torch.Tensor, patient: bool) -> None:
+            data.copy_(body)
+
+    sent = torch.arange(size, dtype=torch.uint8)
+    body = sent.clone()
+    frame, room = replace(FRAME, length=size, check=body_check(sent)), torch.empty_like(sent)
+    assert torch.equal(Ready().body(frame, room), sent)
+    for bit in range(8 * size):
+        body = sent.clone()
+        body[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(lc.WireError, match="rank 3's PUSH at step 1099511627776 is damaged"):
+            Ready().body(frame, room)
 
 
 @pytest.mark.parametrize("nbytes", [0, 12, 20])

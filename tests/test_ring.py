@@ -21,6 +21,7 @@ from laconic.codecs._memory import Scratch
 from laconic.exchanges import AllReduce, Call, Ring, Traffic, pair
 from laconic.exchanges import _ring as ring
 from laconic.exchanges._ring import sum_bits
+from laconic.exchanges._transport import message_bytes
 from laconic.exchanges._wires import chunks_of
 from laconic.kernels._layout import GROUP, packed_bytes
 from laconic.kernels._reference import sums as reference
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.timeout(300)  # the first test waits for all processes
 
 WORLD = 5
 GROUPS = ((3,), (1, 4), (1, 2, 4), (0, 1, 2, 3, 4))
-LONG = 5 * 3 * ring._GRAIN + 129  # at least two pieces a chunk, whatever the group
+LONG = 5 * 3 * ring.PIECE_VALUES + 129  # at least two pieces a chunk, whatever the group
 # codec, values, dtype, pieces
 CASES = (
     ("global:bits=4", 5000, "float32", 4),
@@ -60,7 +61,7 @@ def expected(codec: Any, xs: list[Tensor], call: Call, pieces: int) -> Tensor:
     total = torch.zeros(xs[0].numel(), dtype=torch.int64)
     for i, x in enumerate(xs):
         for j, (chunk, into) in enumerate(zip(chunks_of(x, n), chunks_of(total, n), strict=True)):
-            parts, sums = (chunks_of(one, pieces, ring._GRAIN) for one in (chunk, into))
+            parts, sums = (chunks_of(one, pieces, ring.PIECE_VALUES) for one in (chunk, into))
             for p, part in enumerate(parts):
                 if part.numel():
                     wire = codec.encode(part, call.key(i, j * pieces + p), norm=norm, workers=1)
@@ -71,12 +72,13 @@ def expected(codec: Any, xs: list[Tensor], call: Call, pieces: int) -> Tensor:
 
 
 def promised(numel: int, levels: int, n: int, pieces: int, rank: int) -> int:
-    """The docstring's equation, with every piece in whole groups; and the norms."""
-    chunks = [chunks_of(c, pieces, ring._GRAIN) for c in chunks_of(torch.empty(numel), n)]
-    sent = 8 * (n - 1)
+    """The docstring's equation, with every piece in whole groups and a frame, and the norms."""
+    chunks = [chunks_of(c, pieces, ring.PIECE_VALUES) for c in chunks_of(torch.empty(numel), n)]
+    sent = (n - 1) * message_bytes(4 * (n + 3), 0)  # with the plain values
     for hop in range(2 * n - 2):
         width = sum_bits(levels, min(hop + 1, n))
-        sent += sum(packed_bytes(p.numel(), width) for p in chunks[(rank - 1 - hop) % n])
+        pieces_ = [packed_bytes(p.numel(), width) for p in chunks[(rank - 1 - hop) % n]]
+        sent += sum(message_bytes(size, 0) for size in pieces_)
     return sent
 
 
@@ -103,7 +105,7 @@ def outcomes(group: Any) -> dict[str, Any]:
         x, rest = xs[rank].clone(), torch.full((3,), float(rank))
         Ring(pieces=pieces).mean(x, codec, call, rest)
         want = expected(codec, xs, call, pieces)
-        sent = call.traffic.sent_bytes - round(2 * (n - 1) / n * 4 * 3)
+        sent = call.traffic.sent_bytes
         bytes_ = promised(numel, codec.levels_for(1), n, pieces, rank)
         found["cases"].append((difference(x, want), sent, bytes_))
         found["rest"].append(rest.tolist())
@@ -177,7 +179,7 @@ def pieces_ahead(group: Any) -> list[int]:
 
     dist.batch_isend_irecv, sums.add_codes = started, added
     try:
-        x = torch.ones(group.size() * 4 * ring._GRAIN)
+        x = torch.ones(group.size() * 4 * ring.PIECE_VALUES)
         Ring(pieces=4).mean(x, lc.codec("global:bits=4"), Call(group=group))
     finally:
         dist.batch_isend_irecv, sums.add_codes = start, add

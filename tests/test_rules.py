@@ -13,6 +13,7 @@ from laconic import AdamRule, MomentumRule
 from laconic.schedules import LocalRule, Moment
 from laconic.schedules._replica import Replica
 from laconic.server._flat import Flat
+from laconic.server._parameters import Trained
 
 
 class Number(nn.Module):
@@ -23,7 +24,7 @@ class Number(nn.Module):
 
 def alone(rule: LocalRule | None, period: int, start: float = 0.0) -> tuple[Replica, Flat]:
     model = Number(start)
-    flat = Flat([{"params": [model.w]}], model, 1)
+    flat = Flat(Trained([{"params": [model.w]}], model, "SSD"), 1)
     return Replica(flat, rule, period), flat
 
 

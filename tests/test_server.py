@@ -402,10 +402,10 @@ def test_bytes_are_counted_exactly(three: ranks.Answers) -> None:
     for rank in (1, 2):
         counts, wire = three[rank, "bytes_of"]
         each = [after - before for before, after in pairwise(counts)]
-        push = 40 + wire
+        push = 44 + wire
         assert each[:5] == [push] * 5 and each[6:] == [push] * 2
         assert counts[0] - each[5] == 1  # settings as JSON: "0.125" is longer than "0.25"
-        assert 40 < counts[0] - push < 400
+        assert 44 < counts[0] - push < 400
 
 
 def test_ndqsg_follows_how_alike_gradients_are(three: ranks.Answers) -> None:
@@ -413,7 +413,7 @@ def test_ndqsg_follows_how_alike_gradients_are(three: ranks.Answers) -> None:
     codec = lc.codec(NESTED)
     wide, narrow = lc.codec("dqsg:levels=3,block=tensor").nbytes(6000), codec.nbytes(6000)
     first, second = three[1, "nested"], three[2, "nested"]
-    frames = 80  # of the push, and of looking at the weights
+    frames = 2 * 44  # of the push, and of looking at the weights
     assert first["sent"][2:] == [frames + wide] * 118  # worker 0 is P1
     for step, sent in enumerate(second["sent"][2:], 2):
         nests = 64 < step <= 100 and step % 16 != 0

@@ -27,7 +27,7 @@ from laconic._wire import HEADER_BYTES
 from laconic.codecs import Codec
 from laconic.codecs._memory import Scratch
 from laconic.exchanges import Call, Exchange
-from laconic.exchanges._transport import padded
+from laconic.exchanges._transport import checked_sum_bytes, message_bytes, padded
 from laconic.schedules._finite_sum import FiniteSum
 from laconic.schedules._svrg import paper_codec
 from laconic.schedules._world import World
@@ -355,9 +355,9 @@ def test_the_dense_code_alone_does_not_keep_to_it() -> None:
 def test_sent_bytes_are_those_of_the_messages(answers: ranks.Answers) -> None:
     for rank in range(SIZE):
         found = answers[rank, "qsvrg"]
-        full = round(2 * (SIZE - 1) / SIZE * 4 * (D + 1))
+        full = round(checked_sum_bytes(padded(4 * (D + 1)), SIZE))
         for wires, sent in zip(found["wires"], found["sent"], strict=True):
-            assert sent == full + (SIZE - 1) * sum(padded(size) + 8 for size in wires)
+            assert sent == full + (SIZE - 1) * sum(message_bytes(size, 0) + 16 for size in wires)
         last = found["last"]
         assert last.plain_bytes == EPOCHS * STEPS * 2 * (SIZE - 1) * 4 * D // SIZE
         assert last.steps == EPOCHS * STEPS and last.epochs == EPOCHS
@@ -629,7 +629,7 @@ def test_parameters_changed_from_outside_are_noticed() -> None:
 def test_a_state_of_other_settings_is_refused() -> None:
     state = make().state_dict()
     make(lr=0.1).load_state_dict(state)  # may change
-    with pytest.raises(lc.ConfigError, match="other settings: steps, seed"):
+    with pytest.raises(lc.ConfigError, match="steps 3, not 4; seed 0, not 1"):
         make(steps=4, seed=1).load_state_dict(state)
 
 

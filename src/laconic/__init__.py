@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from laconic._version import __version__
-from laconic.errors import ConfigError, LaconicError, LostError, WireError
+from laconic.errors import ConfigError, LaconicError, LostError, ReplicaError, WireError
 
 if TYPE_CHECKING:  # all of these are imported when first used: see __getattr__
     from collections.abc import Sequence
@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # all of these are imported when first used: see __getattr__
         FSDPHandle,
         Handle,
         HookState,
+        PerRank,
         Policy,
         Stats,
         comm_hook,
@@ -112,9 +113,11 @@ __all__ = [
     "MomentumRule",
     "Nested",
     "Nesterov",
+    "PerRank",
     "Place",
     "Policy",
     "QSGDTopK",
+    "ReplicaError",
     "Ring",
     "Rotate",
     "ScatterReduce",
@@ -192,6 +195,8 @@ def compress(
     warmup_steps: int = 0,
     seed: int = 0,
     timeout_s: float | None = None,
+    even_alone: bool = False,
+    verify: str = "auto",
     weights: str | Codec | None = None,
     between: str | None = None,
     error: float | None = None,
@@ -214,8 +219,10 @@ def compress(
 
     `model` is a DistributedDataParallel one, or one that `fully_shard` (FSDP2) was called on.
     `spec` names codec and, behind an @, the exchange ("dqsg:bits=4", "global:bits=8@allreduce").
-    `policy(name, parameter)` says what to compress, `warmup_steps` how many steps stay plain.
-    For DDP, `timeout_s` (300) ends the wait for a lost peer. For FSDP2, `weights` names a codec for
+    `policy(name, parameter)` says what to compress, `warmup_steps` how many steps stay plain,
+    `verify` whether messages carry check sums: "sum", "none", or "auto", "sum" on the CPU.
+    For DDP, `timeout_s` (300) ends the wait for a lost peer, and `even_alone` encodes in a world of
+    one rank, too, whose gradients stay exact otherwise. For FSDP2, `weights` names a codec for
     gathered parameters, and on a 2-D mesh `between` is "replicas", "shards" or "both".
 
     "auto" (DDP) tries strategies in the first steps and keeps the fastest whose error is at most

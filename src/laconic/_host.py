@@ -1,4 +1,4 @@
-"""This machine's processor, and files that are written whole or not at all."""
+"""This machine's processor."""
 
 from __future__ import annotations
 
@@ -15,11 +15,3 @@ def processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def write_whole(path: str | Path, text: str) -> None:
-    """Whoever reads it meanwhile finds what was there before."""
-    path = Path(path)
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

@@ -197,8 +197,11 @@ class Wire:
     def _words(self) -> Tensor:
         """Words behind the tables: the last entry of ends, which checks follow."""
         last = self.header.nbytes - 4 * table(self.header.parts).chunks - 4
-        if last < HEADER_BYTES:
-            raise WireError("the wire's header leaves no room for the table of its chunks")
+        if last < HEADER_BYTES or last % 4:
+            raise WireError(
+                f"the wire's header says {self.header.body_bytes} bytes before its chunks, where "
+                "no whole table of its chunks fits"
+            )
         return self.buffer[last : last + 4].view(torch.int32)
 
     @cached_property

@@ -15,3 +15,7 @@ class WireError(LaconicError, ValueError):
 
 class LostError(LaconicError, ConnectionError):
     """Another rank ended, hung or was cut off: what was to come from it will not come."""
+
+
+class ReplicaError(LaconicError, RuntimeError):
+    """Ranks that should hold the same bits hold different ones."""

@@ -104,7 +104,7 @@ def bench(
     if not 0 < patience_s < math.inf:
         raise ConfigError(f"seconds are above 0, not {patience_s}")
     values = values or (_ON_CPU if device == "cpu" else _ON_GPU)
-    with _threads(threads):
+    with _threads(threads), _fitting(values):
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(values, generator=generator, device=device).to(_DTYPES[dtype])
         return _measured(x, codecs or CODECS, dtype, patience_s)
@@ -239,6 +239,20 @@ def _graph(work: Work) -> Work | None:
         torch.cuda.synchronize()
         return None
     return graph.replay
+
+
+@contextmanager
+def _fitting(values: int) -> Iterator[None]:
+    """ConfigError for a tensor that memory cannot hold; torch says so in words only."""
+    problem = f"{values:,} values do not fit into memory: give fewer"
+    if values >= 2**62:
+        raise ConfigError(problem)
+    try:
+        yield
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        raise ConfigError(problem) from error
 
 
 @contextmanager

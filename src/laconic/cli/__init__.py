@@ -2,7 +2,7 @@
 
 A command is declared in a light module (`_plan.py`: options, help, examples), which imports what
 does the work (`_plan_run.py`) only when it is called. So `--help` and completion are quick.
-Exit codes: 0 fine, 1 something failed, 2 the input is to blame, 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted, 141 output unread.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _EPILOG = examples(
     "laconic plan --link 1gbit --workers 8 --params 125m --compute 300ms",
     "laconic lab run --hosts 4 --rate 100mbit -- python train.py",
     "laconic codecs ecdq",
-    title="Exit codes: 0 fine, 1 something failed, 2 the input is to blame, 130 interrupted.",
+    title="Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted, 141 output unread.",
 )
 
 app = typer.Typer(
@@ -46,9 +46,9 @@ app.command("codecs", epilog=CODECS)(codecs_command)
 @app.callback()
 def laconic(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Say which, and stop.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Where something fails, show where in the code.")
+        bool, typer.Option("--debug", help="Show a traceback where something fails.")
     ] = False,
 ) -> None:
     """Data-parallel PyTorch training over thin wires."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 import torch
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from laconic._units import parse_count, seconds
 from laconic.bench import Bench, Timing, bench
+from laconic.cli._common import print_json
 from laconic.cli._probe_run import split_codecs
 
 _WIDTH = 120  # narrower terminals wrap lines
@@ -43,7 +43,7 @@ def run(
         for one in devices
     ]
     if as_json:
-        print(json.dumps([asdict(one) for one in found]))
+        print_json([asdict(one) for one in found])
         return
     console = Console()
     console.width = max(_WIDTH, console.width)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from laconic._wire import HEADER_BYTES
+from laconic.cli._common import print_json
 from laconic.codecs import Codec, codec, codecs, wrappers
 from laconic.coders import coders
 from laconic.errors import ConfigError
@@ -69,13 +69,13 @@ def run(name: str | None, as_json: bool) -> None:
     if name is None:
         found = everything()
         if as_json:
-            print(json.dumps(found))
+            print_json(found)
         else:
             _show_all(found, console)
         return
     one = explained(name)
     if as_json:
-        print(json.dumps(one))
+        print_json(one)
     else:
         _show_one(one, console)
 

@@ -1,25 +1,35 @@
 """What all commands share: how they end, and how their help is written.
 
-0 fine, 1 something failed while running, 2 the input is to blame, 130 interrupted; but for 0, one
-sentence on stderr says why and what to do.
+0 success, 1 a failure while running, 2 a usage error, 130 interrupted: one sentence on stderr says
+why and what to do. 141 (128 + SIGPIPE), without a word: whoever read the output has left.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from errno import ENOSPC
+from functools import partial
 from itertools import takewhile
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
+from laconic.cli._spelling import respell
 from laconic.errors import ConfigError, LaconicError
 
-FAILED, INPUT, INTERRUPTED = 1, 2, 130
+FAILED, INPUT, INTERRUPTED, UNREAD = 1, 2, 130, 141
 
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace files even if laconic did not write them.")
+]
 
 
 def examples(*lines: str, title: str = "") -> str:
@@ -30,8 +40,20 @@ def examples(*lines: str, title: str = "") -> str:
 
 def leave(sentence: str, status: int) -> NoReturn:
     """Say why, and end."""
-    print(f"laconic: {_line(sentence)}", file=sys.stderr)
-    raise typer.Exit(status)
+    raise typer.Exit(_told(sentence, status))
+
+
+def print_json(value: object, indent: int | None = None) -> None:
+    """On stdout; JSON has no NaN and no infinity, which become null."""
+    print(json.dumps(_finite(value), indent=indent, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 class Commands(TyperGroup):
@@ -57,19 +79,59 @@ class Commands(TyperGroup):
             return run(args, *others, standalone_mode=False, **options)
         words = sys.argv[1:] if args is None else args
         debug = "--debug" in takewhile(lambda word: word.startswith("-"), words)
+        respell(sys.stdout, sys.stderr)
+        sys.exit(_status(partial(run, args, *others, standalone_mode=False, **options), debug))
+
+
+def _status(run: Callable[[], Any], debug: bool) -> Any:
+    """The exit code. What stdout cannot take is forgotten: the interpreter would try it again."""
+    try:
+        status = run()
+        _flush()
+        return status
+    except typer.Abort:
+        return _told("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        _forget_output()
+        return UNREAD
+    except SystemExit as end:  # click's and rich's answer to a reader that has left
+        if isinstance(end.__context__, BrokenPipeError):
+            _forget_output()
+            return UNREAD
+        return end.code
+    except Exception as error:
         try:
-            status = run(args, *others, standalone_mode=False, **options)
-        except typer.Abort:
-            status = _told("interrupted", INTERRUPTED)
-        except Exception as error:
-            if debug and not _is_usage(error):
-                raise
-            status = _told(*_blame(error))
-        sys.exit(status)
+            _flush()
+        except OSError:
+            _forget_output()
+        if debug and not _is_usage(error):
+            raise
+        return _told(*_blame(error))
+
+
+def _flush() -> None:
+    """What cannot be written is better known now than when the interpreter ends."""
+    if sys.stdout is None:  # closed before we came
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "stdout") from error
+
+
+def _forget_output() -> None:
+    """What is still in buffers goes nowhere."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _told(sentence: str, status: int) -> int:
-    print(f"laconic: {_line(sentence)}", file=sys.stderr)
+    with suppress(OSError):  # nobody reads that, either
+        print(f"laconic: {_line(sentence)}", file=sys.stderr, flush=True)
     return status
 
 
@@ -87,12 +149,15 @@ def _blame(error: Any) -> tuple[str, int]:
     if isinstance(error, LaconicError):
         return str(error), FAILED
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror, FAILED
+        where = error.filename or ("stdout, or a temporary file" if error.errno == ENOSPC else "")
+        return f"{error.strerror}: {where}" if where else error.strerror, FAILED
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed: pip install {error.name}", FAILED
+    if isinstance(error, MemoryError):
+        return "there is not enough memory", FAILED
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return (
-        f"{what}; nobody expected this, so it may be a bug: run it again as laconic --debug ... "
+        f"{what}; unexpected error, probably a bug in laconic: run it again as laconic --debug ... "
         "to see where",
         FAILED,
     )

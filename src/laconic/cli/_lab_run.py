@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import threading
 import time
 
@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from laconic.cli._common import FAILED, INTERRUPTED, leave
+from laconic.cli._common import FAILED, INTERRUPTED, UNREAD, leave, print_json
 from laconic.errors import ConfigError
-from laconic.lab import Counters, Lab, Network, RankError, missing
+from laconic.lab import Counters, Lab, RankError, missing
 from laconic.lab._rates import parse_rates
 from laconic.lab._rootless import can_enter, enter
 
@@ -26,7 +26,7 @@ def check(as_json: bool) -> None:
     rootless = lacking is not None and can_enter()
     ready = lacking is None or rootless
     if as_json:
-        print(json.dumps({"ready": ready, "user_namespace": rootless, "missing": lacking}))
+        print_json({"ready": ready, "user_namespace": rootless, "missing": lacking})
     elif rootless:
         print("A lab can run here without root, in a user namespace: laconic lab run does it.")
     else:
@@ -48,41 +48,50 @@ def run(
     """Until all ranks have ended; the exit code is that of the first that fails."""
     if not command:
         raise ConfigError("give a command behind --: laconic lab run -- python train.py")
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"--timeout-s is above 0, not {timeout_s}")
     rates = parse_rates(rate, hosts)
     if missing() and can_enter():
         enter()
-    start = time.monotonic()
+    start, echo = time.monotonic(), _Echo(hosts * ranks_per_host, stderr=as_json)
     try:
         with Lab(hosts=hosts) as net:
             net.shape(rates, burst_kb)
             before = net.counters()
-            _run(net, command, ranks_per_host, timeout_s, Console(soft_wrap=True, stderr=as_json))
+            started = net.start(command, ranks_per_host=ranks_per_host, echo=echo)
+            started.wait(timeout_s=timeout_s)
             grown = [a - b for a, b in zip(net.counters(), before, strict=True)]
     except RankError as error:
+        if echo.unread:  # then ranks cannot write, and fail
+            raise typer.Exit(UNREAD) from error
         leave(str(error).split(";")[0], error.status if error.status > 0 else 128 - error.status)
     except KeyboardInterrupt:
         leave("interrupted; everything was ended", INTERRUPTED)
     _report(grown, time.monotonic() - start, as_json)
 
 
-def _run(
-    net: Network, command: list[str], ranks_per_host: int, timeout_s: float, console: Console
-) -> None:
-    lock = threading.Lock()
-    width = len(str(len(net.hosts) * ranks_per_host - 1))
+class _Echo:
+    """Shows ranks' lines as they come, which ranks' threads hand over."""
 
-    def echo(rank: int, line: str) -> None:
-        front = Text(f"{rank:>{width}} │ ", style=_COLOURS[rank % len(_COLOURS)])
-        with lock:  # lines of ranks do not mix
-            console.print(front.append(line, style="none"))
+    def __init__(self, ranks: int, *, stderr: bool) -> None:
+        self.unread = False  # whoever read our output has left
+        self._console = Console(soft_wrap=True, stderr=stderr)
+        self._lock, self._width = threading.Lock(), len(str(ranks - 1))
 
-    net.start(command, ranks_per_host=ranks_per_host, echo=echo).wait(timeout_s=timeout_s)
+    def __call__(self, rank: int, line: str) -> None:
+        front = Text(f"{rank:>{self._width}} │ ", style=_COLOURS[rank % len(_COLOURS)])
+        with self._lock:  # lines of ranks do not mix
+            try:
+                self._console.print(front.append(line, style="none"))
+            except SystemExit:  # rich's answer to a closed pipe
+                self.unread = True
+                raise
 
 
 def _report(grown: list[Counters], seconds: float, as_json: bool) -> None:
     if as_json:
         links = [{"sent_bytes": g.sent_bytes, "received_bytes": g.received_bytes} for g in grown]
-        print(json.dumps({"seconds": seconds, "links": links}))
+        print_json({"seconds": seconds, "links": links})
         return
     table = Table(title=f"{seconds:.1f} s, and at the links")
     for name in ("host", "MB sent", "MB received"):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from laconic.cli._common import Json, examples
+from laconic.cli._common import Force, Json, examples
 from laconic.cli._names import (
     DEVICES,
     MACHINES,
@@ -93,6 +93,7 @@ def plan_command(
     every: Annotated[
         bool, typer.Option("--all", help="All strategies.", rich_help_panel=_OUTPUT)
     ] = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Predict which strategies pay, and from which link rate on.
@@ -117,6 +118,7 @@ def plan_command(
         model=(params, compute, dtype),
         error=error,
         plot=plot,
+        force=force,
         every=every,
         as_json=as_json,
     )

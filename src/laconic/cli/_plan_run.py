@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from laconic._files import Kind, check_target, write_made
 from laconic._units import parse_count, parse_rate, parse_seconds, rate, seconds, size
-from laconic.cli._plot import write_plot
+from laconic.cli._common import print_json
+from laconic.cli._plot import plotted
 from laconic.errors import ConfigError
 from laconic.planner import (
     Choice,
@@ -53,10 +54,13 @@ def run(
     model: tuple[str | None, str | None, str],
     error: float,
     plot: Path | None,
+    force: bool,
     every: bool,
     as_json: bool,
 ) -> None:
     """Plan, and show it."""
+    if plot is not None:
+        check_target(plot, Kind.PAGE, force=force)
     asked = None if model[:2] == (None, None) else _workload(*model)
     if probe is not None:
         given = [name for name, value in asdict(paper).items() if value is not None]
@@ -67,15 +71,13 @@ def run(
     else:
         job = _on_paper(paper, asked, workers)
     found = plan(job.at(1.0), job.workload, error=error, link_bit_s=job.link_bit_s, at=job.at)
-    if plot is not None:
-        try:
-            write_plot(plot, found, job.workload, job.at)
-        except OSError as problem:
-            raise ConfigError(f"{plot} cannot be written: {problem.strerror}") from problem
+    page = None if plot is None else plotted(found, job.workload, job.at)
     if as_json:
-        print(json.dumps(as_dict(found)))
+        print_json(as_dict(found))
     else:
         _show(found, job, every)
+    if plot is not None and page is not None:
+        write_made(plot, page, Kind.PAGE, force=force)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +169,7 @@ def _show(found: Plan, job: _Job, every: bool) -> None:
         f"{job.title}. {work.values:,} values, {seconds(work.compute_s)} of computation, "
         f"{_buckets(work)} of up to {size(largest)}",
         highlight=False,
+        markup=False,
     )
     title = f"A step, error of the mean up to {found.error:g}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
+from laconic._files import GENERATOR
 from laconic._units import rate, seconds
+from laconic._version import __version__
 from laconic.errors import ConfigError
 from laconic.planner import Choice, Plan, Workload
 from laconic.planner._plan import At, Curves, rates
@@ -21,6 +22,7 @@ _PAGE = """<!doctype html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+{generator}">
 <title>{title}</title>
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 0 auto;
@@ -41,8 +43,8 @@ rates, everything else as it is.</p>
 """
 
 
-def write_plot(path: Path, found: Plan, workload: Workload, at: At) -> None:
-    """The best, plain DDP and computation alone, from a hundredth of the rate to 100 x."""
+def plotted(found: Plan, workload: Workload, at: At) -> str:
+    """A page: the best, plain DDP and computation alone, from a hundredth of the rate to 100 x."""
     try:
         import plotly.graph_objects as go
     except ImportError as error:
@@ -80,7 +82,8 @@ def write_plot(path: Path, found: Plan, workload: Workload, at: At) -> None:
         height=560,
         margin={"l": 70, "r": 20, "t": 40, "b": 20},
     )
-    page = _PAGE.format(
+    return _PAGE.format(
+        generator=f"{GENERATOR} {__version__}",
         title=f"Predicted step times of {found.workers} workers",
         verdict=escape(found.verdict),
         code=escape(found.best.code),
@@ -90,7 +93,6 @@ def write_plot(path: Path, found: Plan, workload: Workload, at: At) -> None:
             config={"displaylogo": False, "responsive": True},
         ),
     )
-    path.write_text(page)
 
 
 def _shown(found: Plan) -> list[Choice]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from laconic.cli._common import Json, examples
+from laconic.cli._common import Force, Json, examples
 from laconic.cli._names import complete_codecs
 
 EPILOG = examples(
@@ -35,6 +35,7 @@ def probe_command(
         float, typer.Option("--seconds", help="About how long; slow links take longer.")
     ] = 30.0,
     out: Annotated[Path | None, typer.Option(help="A file for laconic plan --probe.")] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Measure links, devices, codecs and a model, on all ranks at once.
@@ -44,4 +45,11 @@ def probe_command(
     """
     from laconic.cli._probe_run import run
 
-    run(model=model, codecs=codecs, patience_s=patience_s, out=out, as_json=as_json)
+    run(
+        model=model,
+        codecs=codecs,
+        patience_s=patience_s,
+        out=out,
+        force=force,
+        as_json=as_json,
+    )

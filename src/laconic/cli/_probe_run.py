@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,8 +17,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from laconic._files import Kind, check_target
 from laconic._units import rate, seconds, size
-from laconic.cli._common import FAILED, INPUT, leave
+from laconic.cli._common import FAILED, INPUT, leave, print_json
 from laconic.codecs import codec
 from laconic.codecs._spec import split
 from laconic.errors import ConfigError, LaconicError
@@ -32,7 +33,13 @@ _FREE = 1e17  # amounts a second: what is as fast as this costs nothing
 
 
 def run(
-    *, model: str | None, codecs: str | None, patience_s: float, out: Path | None, as_json: bool
+    *,
+    model: str | None,
+    codecs: str | None,
+    patience_s: float,
+    out: Path | None,
+    force: bool,
+    as_json: bool,
 ) -> None:
     """Probe, and show it on rank 0."""
     if any(name not in os.environ for name in _NEEDED):
@@ -45,8 +52,8 @@ def run(
         wanted = split_codecs(codecs) if codecs else None
         if not 0 < patience_s < math.inf:
             raise ConfigError(f"--seconds is above 0, not {patience_s}")
-        if out is not None and not out.absolute().parent.is_dir():
-            raise ConfigError(f"there is no folder {out.absolute().parent} for --out")
+        if out is not None:
+            check_target(out, Kind.PROBE, force=force)
     except ConfigError as error:  # the same on all ranks: one says it
         if rank:
             raise typer.Exit(INPUT) from error
@@ -62,14 +69,14 @@ def run(
         leave(f"the probe failed on rank {rank}: {problem}", FAILED)
     if rank:
         return
-    if out is not None:
-        found.save(out)
-    if as_json:
-        print(json.dumps(asdict(found)))
+    if as_json:  # before it is written: what was measured is not lost with a full disk
+        print_json(asdict(found))
     else:
         show(found, Console())
-        if out is not None:
-            print(f"Next: laconic plan --probe {out}")
+    if out is not None:
+        found.save(out, force=force)
+        if not as_json:
+            print(f"Next: laconic plan --probe {shlex.quote(str(out))}")
 
 
 @contextmanager

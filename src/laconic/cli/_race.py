@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from laconic.cli._common import Json, examples
+from laconic.cli._common import Force, Json, examples
 from laconic.cli._names import STRATEGIES, complete_strategies
 
 EPILOG = examples(
@@ -63,7 +63,7 @@ def race_command(
     ] = "100mbit",
     save: Annotated[
         Path | None,
-        typer.Option(help="Keep results in this file, and go on from it.", rich_help_panel=_OUT),
+        typer.Option(help="Keep results in this file, and resume from it.", rich_help_panel=_OUT),
     ] = None,
     report: Annotated[
         Path, typer.Option(help="Where the page of figures goes.", rich_help_panel=_OUT)
@@ -71,6 +71,7 @@ def race_command(
     no_report: Annotated[
         bool, typer.Option("--no-report", help="Write no page.", rich_help_panel=_OUT)
     ] = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Train the same network with several strategies over thin links, and say which one paid.
@@ -94,6 +95,7 @@ def race_command(
             rate=rate,
             save=save,
             report=None if no_report else report,
+            force=force,
             as_json=as_json,
         )
     )

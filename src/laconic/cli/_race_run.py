@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
-from laconic.cli._common import FAILED, leave
+from laconic._files import Kind, check_target
+from laconic.cli._common import FAILED, leave, print_json
 from laconic.cli._race_view import View, table
 from laconic.errors import ConfigError
 from laconic.lab import missing
@@ -35,6 +37,7 @@ class Wishes:
     rate: str
     save: Path | None
     report: Path | None
+    force: bool
     as_json: bool
 
     def settings(self) -> Settings:
@@ -62,9 +65,9 @@ def run(wishes: Wishes) -> None:
     if lacking and can_enter():
         enter()
     if wishes.as_json:
-        found = race(settings, chosen, folder=wishes.folder, save=wishes.save)
-        _report(found, wishes.report)
-        print(json.dumps(asdict(found), indent=1))
+        found = race(settings, chosen, folder=wishes.folder, save=wishes.save, force=wishes.force)
+        print_json(asdict(found), indent=1)
+        _report(found, wishes)
         _check_replicas(found)
         return
     console = Console()
@@ -79,32 +82,43 @@ def run(wishes: Wishes) -> None:
             moved=view.moved,
             ended=view.ended,
         )
-        found = race(settings, chosen, folder=wishes.folder, save=wishes.save, watcher=watcher)
+        found = race(
+            settings,
+            chosen,
+            folder=wishes.folder,
+            save=wishes.save,
+            watcher=watcher,
+            force=wishes.force,
+        )
     console.print(table(found, chosen))
-    console.print(f"[bold green]{found.verdict}[/]", highlight=False)
+    console.print(Text(found.verdict, style="bold green"))
     _say_next(console, found)
+    _report(found, wishes)
     if wishes.report:
-        _report(found, wishes.report)
-        console.print(f"Figures: {wishes.report}", highlight=False, soft_wrap=True)
+        console.print(f"Figures: {wishes.report}", highlight=False, markup=False, soft_wrap=True)
     _check_replicas(found)
 
 
 def _check_files(wishes: Wishes) -> None:
     """Before anything is run."""
-    for path in filter(None, (wishes.save, wishes.report)):
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(f"no folder {path.parent}: make it first")
+    paths = [path for path in (wishes.save, wishes.report) if path]
+    if len(set(map(os.path.realpath, paths))) < len(paths):
+        raise ConfigError(f"--save and --report are both {wishes.save}: give two names")
+    if wishes.save:
+        check_target(wishes.save, Kind.RACE, force=wishes.force)
+    if wishes.report:
+        check_target(wishes.report, Kind.PAGE, force=wishes.force)
     if wishes.report and find_spec("plotly") is None:
         raise ConfigError(
             "the report needs plotly: pip install 'laconic[race]', or give --no-report"
         )
 
 
-def _report(found: Race, path: Path | None) -> None:
-    if path:
+def _report(found: Race, wishes: Wishes) -> None:
+    if wishes.report:
         from laconic.report import write
 
-        write(found, path)
+        write(found, wishes.report, force=wishes.force)
 
 
 def _say_next(console: Console, found: Race) -> None:

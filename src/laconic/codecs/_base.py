@@ -36,6 +36,18 @@ class Into:
         backend(value.device).accumulate(value, self.out, weight=self.weight, add=self.add)
 
 
+@dataclass(frozen=True)
+class ErrorBudget:
+    """How an encode may spend its error budget, and where it says what it spent.
+
+    `shares` are the segments' factors of the codec's budget, none for 1 each; `spent` gets their
+    expected squared errors.
+    """
+
+    shares: tuple[float, ...] | Tensor = ()  # a tensor where only a device knows them
+    spent: Tensor | None = None
+
+
 class Codec(ABC):
     """How few bits say a tensor. Subclasses are frozen dataclasses: settings, no state.
 
@@ -49,6 +61,7 @@ class Codec(ABC):
     summable: ClassVar[bool] = False
     segmented: ClassVar[bool] = False  # has one step a tensor: encode takes segments=
     remembers: ClassVar[bool] = False  # has a memory of each parameter: encode takes places=
+    knows_error: ClassVar[bool] = False  # can tell what it spent: encode takes spent=
 
     @property
     def varies(self) -> bool:
@@ -63,6 +76,8 @@ class Codec(ABC):
         workers: int | None = None,
         out: Tensor | Wire | None = None,
         segments: Sequence[int] | None = None,
+        shares: Sequence[float] | Tensor | None = None,
+        spent: Tensor | None = None,
     ) -> Wire:
         """Encode x into one uint8 tensor on its device, `out` if given.
 
@@ -72,12 +87,19 @@ class Codec(ABC):
         if equal, is not written again. `segments` are the lengths of the tensors that x is made
         of, where a codec has one step a tensor (ecdq); others do not look at it. Encoding never
         waits for the device.
+
+        `shares`, for codecs with a `budget`, are factors of it, one per segment: 0.25 asks for a
+        quarter of the error. A float64 tensor on x's CUDA device is not waited for. `spent`, for
+        codecs with `knows_error`, is a float32 or float64 tensor on x's device with an entry per
+        segment (one without segments). It gets the exact expected squared error E‖Q(v) - v‖² of
+        each, over the dither, given x.
         """
         flat = flat_input(x)
         workers = 1 if workers is None else workers
         if not isinstance(workers, int) or workers < 1:
             raise ConfigError(f"workers must be a positive integer, not {workers!r}")
         parts = self._parts(flat.numel(), segments)
+        budget = self._error_budget(shares, spent, max(len(parts), 1), flat.device)
         header, head = _header_of(self, flat.numel(), x.dtype, workers, parts)
         kept = isinstance(out, Wire) and out.header == header
         size = HEADER_BYTES + self._room(header)
@@ -85,7 +107,9 @@ class Codec(ABC):
         if not kept:
             data[:HEADER_BYTES].copy_(header_tensor(head, flat.device))
         if flat.numel():
-            self._write(flat, key, data[HEADER_BYTES:], header, norm)
+            self._write_within(budget, flat, key, data[HEADER_BYTES:], header, norm)
+        elif spent is not None:
+            spent.zero_()
         return Wire(buffer=data, key=key, shape=x.shape, dtype=x.dtype, header=header)
 
     def decode(
@@ -181,6 +205,18 @@ class Codec(ABC):
         parts = self._parts(numel, segments)
         return HEADER_BYTES + self._room(_header_of(self, numel, dtype, 1, parts)[0])
 
+    def check_workers(self, workers: int) -> None:  # noqa: B027 (most add up any number)
+        """ConfigError, with what works, if wires of so many workers cannot be added."""
+
+    def least_nbytes(
+        self,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        segments: Sequence[int] | None = None,
+    ) -> int:
+        """No wire of `numel` values is shorter: header, scales and tables."""
+        return _header_of(self, numel, dtype, 1, self._parts(numel, segments))[0].nbytes
+
     @property
     def budget(self) -> float | None:
         """E‖Q(v) - v‖² / ‖v‖² that the codec was asked to spend; None if it was asked for bits."""
@@ -215,11 +251,52 @@ class Codec(ABC):
             raise ValueError(f"a wire may have {MAX_SEGMENTS} segments, not {len(parts)}: split")
         return parts
 
+    def _error_budget(
+        self,
+        shares: Sequence[float] | Tensor | None,
+        spent: Tensor | None,
+        segments: int,
+        device: torch.device,
+    ) -> ErrorBudget:
+        """Check what an encode was asked."""
+        if shares is not None and self.budget is None:
+            raise ConfigError(
+                f"{self} has no error budget to take shares of: leave shares= out, or use a codec "
+                "with error=, as ecdq:error=0.08"
+            )
+        if spent is not None and not self.knows_error:
+            raise ConfigError(
+                f"{self} does not know the error that it makes: leave spent= out, or use ecdq"
+            )
+        factors = _factors(shares, segments, device)
+        if spent is not None and (
+            spent.dtype not in (torch.float32, torch.float64)
+            or spent.shape != (segments,)
+            or spent.device != device
+        ):
+            raise ValueError(
+                f"spent must be float32 or float64 of shape ({segments},) on {device}, not "
+                f"{spent.dtype} of shape {tuple(spent.shape)} on {spent.device}"
+            )
+        return ErrorBudget(factors, spent)
+
     @abstractmethod
     def _write(
         self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
     ) -> None:
         """Encode flat, non-empty x into the body."""
+
+    def _write_within(
+        self,
+        budget: ErrorBudget,
+        x: Tensor,
+        key: Key,
+        body: Tensor,
+        header: Header,
+        norm: Tensor | float | None,
+    ) -> None:
+        """`_write`, within shares of the error budget: for codecs that have one."""
+        self._write(x, key, body, header, norm)
 
     @abstractmethod
     def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
@@ -239,6 +316,26 @@ class Codec(ABC):
             if value is not None:
                 settings.append(f"{item.name}={value}")
         return f"{self.name}:{','.join(settings)}" if settings else self.name
+
+
+def _factors(
+    shares: Sequence[float] | Tensor | None, segments: int, device: torch.device
+) -> tuple[float, ...] | Tensor:
+    """Shares, checked; on a CUDA device only their number is."""
+    if shares is None:
+        return ()
+    if len(shares) != segments:
+        raise ValueError(f"shares has {len(shares)} entries: give one per segment, {segments}")
+    if isinstance(shares, Tensor) and shares.is_cuda:
+        if shares.dtype != torch.float64 or shares.device != device:
+            raise ValueError(
+                f"shares must be float64 on {device}, not {shares.dtype} on {shares.device}"
+            )
+        return shares
+    factors = tuple(map(float, shares))
+    if not all(0 < share < math.inf for share in factors):
+        raise ValueError(f"shares must be positive and finite, not {factors}")
+    return factors
 
 
 @lru_cache(maxsize=4096)

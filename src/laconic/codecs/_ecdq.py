@@ -11,12 +11,12 @@ from torch import Tensor
 
 from laconic._key import Key
 from laconic._wire import Header, Wire
-from laconic.codecs._base import Codec, Into
+from laconic.codecs._base import Codec, ErrorBudget, Into
 from laconic.codecs._linear import check_choice, is_integer, no_norm
 from laconic.coders import coder
 from laconic.errors import ConfigError
 from laconic.kernels import backend
-from laconic.kernels._coding import BLOCK, LANES, Section, Subtract, table
+from laconic.kernels._coding import BLOCK, LANES, LARGEST, Budgets, Section, Subtract, table
 
 _SUBTRACT = {"auto": Subtract.AUTO, "always": Subtract.ALWAYS, "never": Subtract.NEVER}
 _DEFAULT_ERROR = 0.08
@@ -37,9 +37,13 @@ class ECDQ(Codec):
            E‖v̂-v‖² = Δ²·Σ_blocks min(n/12, Σ φ_i(1-φ_i)).
        A choice that looks at q is biased: with φ small, q ≠ 0 tells that r was large, and a rule
        that takes one form then and the other one otherwise keeps only part of either mean.
-    2. `error=` is E‖v̂-v‖²/‖v‖² after that choice. Without it f = √(12·error); with it f is
-       larger, found on a sample of 256 blocks that are tried with a few steps (no second pass).
-       `step=` gives f itself. Integers stay within 32001: Δ is at least max|v|/32000.
+    2. `error=` is the most that E‖v̂-v‖²/‖v‖² may be after that choice, of every segment and
+       for all v. f = √(12·error) would keep to it without the choice; with it f is larger,
+       found on 256 blocks or fewer, sampled by what they may cost, that are tried with a few
+       steps (no second pass). Quantizing adds up the exact error; in the rare case that the
+       sample was misled, the segment takes a smaller step that needs no sample
+       (`kernels/_reference/steps.py`). None of this looks at r. `step=` gives f itself. Integers
+       stay within 32001: Δ is at least max|v|/32000, even if that is more error than asked for.
     3. q is coded losslessly (`coder=`): zeros and small integers cost little. The code length may
        depend on anything, the value may not.
     4. `max_bits=` is a ceiling on the coded bits of a value (2 or more, averaged over a segment;
@@ -47,6 +51,9 @@ class ECDQ(Codec):
        K = floor(max|v|/Δ) + 1 whatever r is, and no coder is longer than bit planes of
        1 + bit_length(K) bits: Δ grows until these fit, before r is drawn. Redrawing or coarsening
        after seeing the length would keep draws that came out short, and shrink the mean.
+
+    5. `encode(shares=...)` multiplies `error` segment by segment, and `encode(spent=...)` gets the
+       exact E‖v̂-v‖² of 1. for each.
 
     Ziv 1985; Zamir and Feder 1992 (entropy-coded dithered quantization). r has 16 bits, which
     biases a value by at most 2^-17 of Δ.
@@ -64,6 +71,7 @@ class ECDQ(Codec):
     id: ClassVar[int] = 9
     unbiased: ClassVar[bool] = True
     segmented: ClassVar[bool] = True
+    knows_error: ClassVar[bool] = True
 
     error: float | None = None
     step: float | None = None
@@ -94,15 +102,16 @@ class ECDQ(Codec):
         return self if self.error is None else replace(self, error=share * self.error)
 
     def variance_bound(self, d: int) -> float | None:
-        """Δ²/12 a value, Δ = f·rms, if the dither is subtracted; no choice is worse than that.
+        """`error`, or what steps of max|v|/32000 cost if that is more; f²/12 under `step`.
 
-        Where a sample of blocks found the step (error= and a choice), nothing is promised: None.
+        max_bits may ask for larger steps, and under `step` Δ²·φ(1-φ) is not bounded by Δ²/12.
         """
-        if self.subtract == "never" or self.max_bits is not None:
-            return None  # Δ·|v| a value: grows with how far v lies from the lattice
-        if self.step is None:
-            return self.error if self.subtract == "always" else None
-        return self.step**2 / 12
+        if self.max_bits is not None:
+            return None
+        most = 4 if self.subtract == "never" else 12  # no value costs more than Δ²/most
+        if self.error is not None:
+            return max(self.error, d / (most * LARGEST**2))
+        return None if self.step is None or most == 4 else self.step**2 / most
 
     def _header(
         self, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
@@ -131,27 +140,46 @@ class ECDQ(Codec):
     def _write(
         self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
     ) -> None:
+        self._write_within(ErrorBudget(), x, key, body, header, norm)
+
+    def _write_within(
+        self,
+        budget: ErrorBudget,
+        x: Tensor,
+        key: Key,
+        body: Tensor,
+        header: Header,
+        norm: Tensor | float | None,
+    ) -> None:
         no_norm(self.name, norm)
         steps, section = _sections(body, header)
-        kernels, subtract = backend(x.device), _SUBTRACT[self.subtract]
+        parts, kernels, subtract = header.parts, backend(x.device), _SUBTRACT[self.subtract]
+        error, shares = self.error or 0.0, budget.shares
+        if not isinstance(shares, Tensor):
+            shares = shares or (1.0,) * len(parts)
+        searched = self.error is not None and subtract is not Subtract.ALWAYS
+        budgets = Budgets.of(len(parts), x.device) if searched else None
         kernels.ecdq_steps(
             x,
             steps,
-            header.parts,
-            error=self.error or 0.0,
+            parts,
+            errors=_times(error, shares),
             step=self.step or 0.0,
             max_bits=self.max_bits or 0.0,
             subtract=subtract,
+            budgets=budgets,
         )
         kernels.ecdq_encode(
             x,
             steps,
             section,
-            header.parts,
+            parts,
             stream=key.stream(),
             coder=int(coder(self.coder).kind),
             form=header.form,
             subtract=subtract,
+            budgets=budgets,
+            spent=budget.spent,
         )
 
     def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
@@ -166,6 +194,12 @@ class ECDQ(Codec):
             weight=into.weight,
             add=into.add,
         )
+
+
+def _times(error: float, shares: tuple[float, ...] | Tensor) -> tuple[float, ...] | Tensor:
+    if isinstance(shares, Tensor):
+        return error * shares
+    return tuple(error * share for share in shares)
 
 
 def _sections(body: Tensor, header: Header) -> tuple[Tensor, Section]:

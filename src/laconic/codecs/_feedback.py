@@ -123,6 +123,8 @@ class Feedback(Codec):
         workers: int | None = None,
         out: Tensor | Wire | None = None,
         segments: Sequence[int] | None = None,
+        shares: Sequence[float] | Tensor | None = None,
+        spent: Tensor | None = None,
         places: Sequence[Place] | None = None,
     ) -> Wire:
         """Encode x + memory, and remember the error: once for each step.
@@ -134,6 +136,7 @@ class Feedback(Codec):
         if workers is not None and (not isinstance(workers, int) or workers < 1):
             raise ConfigError(f"workers must be a positive integer, not {workers!r}")
         parts = self.inner._parts(flat.numel(), segments)
+        self._error_budget(shares, spent, max(len(parts), 1), flat.device)  # it has none
         header, head, _, _ = _form(self.inner, flat.numel(), x.dtype, parts)
         size = HEADER_BYTES + self._room(header)
         data = buffer(out.buffer if isinstance(out, Wire) else out, size, flat.device)

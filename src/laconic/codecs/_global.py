@@ -99,9 +99,10 @@ class Global(Codec):
         """s: as many levels as let the sum of `workers` codes fit, or what was asked for."""
         most = ((1 << (self.bits - 1)) - 1) // workers
         if most < 1:
+            fits = next(bits for bits in sorted(_PAYLOADS) if (1 << (bits - 1)) - 1 >= workers)
             raise ConfigError(
-                f"global: {self.bits} bits hold no sum of {workers} workers; use bits=32, or an "
-                "exchange that requantizes (scatter-reduce, hierarchical)"
+                f"global: {self.bits} bits hold no sum of {workers} workers; use bits={fits}, or "
+                "an exchange that requantizes (scatter-reduce, hierarchical)"
             )
         if self.levels is not None and self.levels > most:
             raise ConfigError(
@@ -109,6 +110,9 @@ class Global(Codec):
                 f"at most {most} levels fit"
             )
         return self.levels or min(most, MAX_LEVELS)
+
+    def check_workers(self, workers: int) -> None:
+        self.levels_for(workers)
 
     def local_norm(self, x: Tensor) -> Tensor:
         """‖x‖_q of this worker, one fp32 value on x's device; NaN if x is not finite."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic._key import Key, Stream
 from laconic._wire import HEADER_BYTES, Header, Wire, header_tensor
-from laconic.codecs._base import Codec, Into, _header_of, flat_input
+from laconic.codecs._base import Codec, ErrorBudget, Into, _header_of, flat_input
 from laconic.codecs._dqsg import DQSG
 from laconic.codecs._linear import is_integer, no_norm, sections
 from laconic.codecs._qsgd import QSGD
@@ -87,6 +87,7 @@ class Rotate(Codec):
             )
         object.__setattr__(self, "unbiased", self.inner.unbiased)
         object.__setattr__(self, "segmented", self.inner.segmented)
+        object.__setattr__(self, "knows_error", self.inner.knows_error)
 
     @property
     def budget(self) -> float | None:
@@ -131,6 +132,18 @@ class Rotate(Codec):
     def _write(
         self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
     ) -> None:
+        self._write_within(ErrorBudget(), x, key, body, header, norm)
+
+    def _write_within(
+        self,
+        budget: ErrorBudget,
+        x: Tensor,
+        key: Key,
+        body: Tensor,
+        header: Header,
+        norm: Tensor | float | None,
+    ) -> None:
+        """Shares and errors are those of the codec inside: every segment is turned by itself."""
         no_norm(self.name, norm)
         inside, head = _inside(self.inner, header.numel, header.segments)
         kernels, signs = backend(x.device), _signs(key)
@@ -151,7 +164,14 @@ class Rotate(Codec):
         segments = header.segments
         with _scratch(x) as y:
             kernels.rotate_into(x, y, stream=signs, size=self.block, segments=segments)
-            self.inner.encode(y, key, out=body, segments=segments or None)
+            self.inner.encode(
+                y,
+                key,
+                out=body,
+                segments=segments or None,
+                shares=budget.shares if len(budget.shares) else None,
+                spent=budget.spent,
+            )
 
     def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
         header, key = wire.header, wire.key

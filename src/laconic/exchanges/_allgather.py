@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from laconic.codecs import Codec
+from laconic.codecs import Codec, Place
 from laconic.errors import ConfigError
 from laconic.exchanges._base import Call, Exchange
+from laconic.exchanges._budget import ALONE, Account
 from laconic.exchanges._transport import Message, no_values, share
 from laconic.exchanges._wires import Sizes, decode, encode
 
@@ -21,9 +23,14 @@ class AllGather(Exchange):
 
         x = Σ_i decode(wire of rank i)/n, in order of ranks
 
-    One encoding only, so the error is e1/(n·κ) of the mean; but a rank sends its wire n - 1 times,
-    and decodes n: for few ranks, or small messages. All ranks, the sender too, decode the same
-    wires in the same order, so all end with the same bits.
+    One encoding only, so the error is e/(n·κ) of the mean, κ = ‖mean‖²/(average ‖x_i‖²); but a rank
+    sends its wire n - 1 times, and decodes n: for few ranks, or small messages. All ranks, the
+    sender too, decode the same wires in the same order, so all end with the same bits.
+
+    A codec's `error=` E is the budget of the mean, of each parameter, at every step. Encodings get
+    0.9·f·E, f being the n·κ to count on (1 as long as nothing is known); what they spend travels
+    with them. A parameter with E1 = Σ_i spent_i/n² > 1.1·E·(‖x‖² - E1) is added up once more, in
+    fp32. On CUDA this is one more wait for the device, after decoding.
 
     Alistarh et al., QSGD, NIPS 2017, algorithm 1.
     """
@@ -38,13 +45,38 @@ class AllGather(Exchange):
 
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         n, places = call.size, call.inside(0, x.numel())
-        mine = encode(codec, x, call.key(call.rank), places, call)
         plain = no_values(x) if rest is None else rest
-        sizes = Sizes.of(codec, [x.numel()] * n, [places] * n, x.dtype)
+        account = Account.of(codec, call, [places], [x.numel()], ALONE)
+        if account is None:
+            self._mean(x, codec, call, places, plain)
+            return
+        (sent,) = account.with_room([plain], [0])
+        spending = {"shares": account.shares(0), "spent": sent[plain.numel() :]}
+        total = call.scratch.take("sum", x.numel(), x.device, torch.float32)
+        self._mean(x, codec, call, places, sent, out=total, **spending)
+        plain.copy_(sent[: plain.numel()])
+        account.settle_alone(sent[plain.numel() :] / n, total)
+        with account.exact([x], [x]):
+            x.copy_(total)
+
+    def _mean(
+        self,
+        x: Tensor,
+        codec: Codec,
+        call: Call,
+        places: Sequence[Place],
+        plain: Tensor,
+        out: Tensor | None = None,
+        **spending: Any,
+    ) -> None:
+        """The mean, in `out` or in place; that of plain values in place."""
+        n, out, dtype = call.size, x if out is None else out, x.dtype
+        mine = encode(codec, x, call.key(call.rank), places, call, **spending)
+        sizes = Sizes.of(codec, [x.numel()] * n, [places] * n, dtype)
         arrived = share(Message.of(mine, plain), call, sizes, [plain.numel()] * n)
         for i, message in enumerate(arrived):
             key = call.key(i)
-            decode(codec, message.wire, x, key, places, x.dtype, call, add=i > 0, weight=1 / n)
+            decode(codec, message.wire, out, key, places, dtype, call, add=i > 0, weight=1 / n)
             if i == 0:
                 torch.mul(message.rest, 1 / n, out=plain)
             else:

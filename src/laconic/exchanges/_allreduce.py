@@ -6,12 +6,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from laconic._wire import HEADER_BYTES
 from laconic.codecs import Codec
-from laconic.errors import ConfigError
+from laconic.errors import ConfigError, WireError
 from laconic.exchanges._base import Call, Exchange
 from laconic.exchanges._transport import gather_numbers, plain_mean, sum_in_place
+from laconic.kernels import backend
+
+CHECK_BYTES = 4  # of a rank, behind the integers of all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +26,12 @@ class AllReduce(Exchange):
     1. Where the codec has a shared scale: every rank's local norm to all, as plain numbers, so that
        NaN stays NaN (Gloo's MAX loses it), in one message with the values that are not encoded.
     2. payload = encode(x, workers=n); all-reduce(payload, SUM); x = decode_sum(payload).
+    3. On the CPU the sum of integers is checked. Behind them travels every rank's
+       h_i = Σ_k w_k·q_ik mod 2^32, with odd weights w_k, in 4 bytes of its own among zeros:
+
+           Σ_k w_k·(Σ_i q_ik) = Σ_i h_i   mod 2^32
+
+       Sums of floats have none: above 1 MiB the backend's result is taken, as plain DDP takes it.
 
     Bytes a rank sends: those of the backend's all-reduce, 2·(n-1)/n of the payload for a ring.
     """
@@ -35,6 +46,9 @@ class AllReduce(Exchange):
                 "(global:bits=8,subtract=true is dqsg with one scale for all ranks)"
             )
 
+    def check_group(self, codec: Codec, group: dist.ProcessGroup) -> None:
+        codec.check_workers(group.size())
+
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         own: Any = codec
         keys = [call.key(rank) for rank in range(call.size)]
@@ -43,9 +57,35 @@ class AllReduce(Exchange):
             norm = own.global_norm(gather_numbers(own.local_norm(x), call, rest))
         else:
             plain_mean(rest, call)
-        room = codec.nbytes(x.numel(), x.dtype)
+        room = codec.nbytes(x.numel(), x.dtype) + CHECK_BYTES * call.size
         buffer = call.scratch.take("wire", room, x.device, torch.uint8)
         wire = codec.encode(x, keys[call.rank], norm=norm, workers=call.size, out=buffer)
         payload = wire.payload
-        sum_in_place(payload, call)
+        if payload.is_floating_point() or not call.sums(x.device):
+            sum_in_place(payload, call)
+        else:
+            # the scale behind the integers has done its work: all ranks hold it as `norm`
+            finite = norm is None or bool(norm.isfinite())
+            _sum_integers(payload, buffer[HEADER_BYTES:], call, finite)
         codec.decode_sum(payload, keys, norm=norm, shape=x.shape, dtype=x.dtype, out=x)
+
+
+def _sum_integers(payload: Tensor, body: Tensor, call: Call, finite: bool) -> None:
+    """The payload, where `body` starts, becomes its sum; WireError if that is not what was sent.
+
+    Under a scale that is not finite integers mean nothing, and may overflow: the mean is NaN.
+    """
+    end, n, kernels = payload.nbytes, call.size, backend(payload.device)
+    salt = call.key(0).stream().k0
+    own = kernels.payload_check(payload, salt).to(torch.int32).view(1)
+    checks = body[end : end + CHECK_BYTES * n]
+    checks.zero_().view(n, CHECK_BYTES)[call.rank].copy_(own.view(torch.uint8))
+    sum_in_place(body[: end + CHECK_BYTES * n].view(payload.dtype), call)
+    every = int.from_bytes  # little-endian, as they were written
+    want = sum(every(bytes(one.tolist()), "little") for one in checks.split(CHECK_BYTES))
+    if finite and int(kernels.payload_check(payload, salt)) != want & 0xFFFFFFFF:
+        raise WireError(
+            f"the sum of all ranks' integers at step {call.step} is damaged, and was not used: it "
+            "does not match the check sums of what they sent; if this happens again, look for a "
+            "faulty link, switch or memory, or a rank with other settings"
+        )

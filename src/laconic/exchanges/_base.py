@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laconic._key import Key
 from laconic.codecs import Codec, Place
 from laconic.codecs._memory import Scratch
+from laconic.errors import ConfigError
 
 _CHUNKS = 1 << 20  # more than ranks: keys of different chunks differ
+VERIFY = ("auto", "sum", "none")
 
 
 @dataclass
@@ -55,7 +58,10 @@ class Call:
     `tensor` is a number that all ranks give this tensor and no other one at this step; `places` say
     which parameters it holds, for codecs with a step or a memory for each. `first_chunk` is the
     number of its first chunk: sub-groups that share a tensor's parts draw with chunks of their own.
-    `memory` is what an exchange remembers of its tensors: give the same one at every step.
+    `memory` is what an exchange remembers of its tensors: give the same one at every step. Codecs
+    with a budget (`error=`) find there how much of each parameter's gradient ranks have in common.
+    `verify` says whether messages carry a check sum of all their bytes, or only of their frames:
+    "sum", "none", or "auto", which is "sum" for tensors on the CPU. All ranks give the same.
     """
 
     group: dist.ProcessGroup
@@ -64,11 +70,22 @@ class Call:
     tensor: int = 0
     first_chunk: int = 0
     places: tuple[Place, ...] = ()
-    kappa: float = 0.0  # ‖mean‖²/‖x‖² as last measured; 0 if it was not
     known: set[Hashable] = field(default_factory=set, compare=False)  # wires that were as expected
     memory: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # kept by the caller
     scratch: Scratch = field(default_factory=Scratch, compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    verify: str = "auto"
+
+    def __post_init__(self) -> None:
+        checked_verify(self.verify)
+
+    def sums(self, device: torch.device) -> bool:
+        """Whether messages of tensors there carry a check sum of all their bytes."""
+        return self.verify == "sum" or (self.verify == "auto" and device.type == "cpu")
+
+    def name_of(self, rank: int) -> str:
+        """What an error calls a rank of this group: its number among all ranks."""
+        return f"rank {dist.get_global_rank(self.group, rank)}"
 
     @property
     def size(self) -> int:
@@ -103,6 +120,21 @@ class Call:
         return found
 
 
+def checked_verify(verify: str) -> str:
+    """ConfigError unless it is one of the ways to check messages."""
+    if verify not in VERIFY:
+        raise ConfigError(f"verify is one of {', '.join(VERIFY)}, not {verify!r}")
+    return verify
+
+
+def saved_memory(memory: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    """What exchanges remember, for a state_dict; as it was loaded, where it was not used since."""
+    return {
+        key: kept if isinstance(kept, Mapping) else kept.state_dict()
+        for key, kept in memory.items()
+    }
+
+
 class Exchange(ABC):
     """How encoded tensors travel and add up. Subclasses are frozen dataclasses: settings only."""
 
@@ -119,6 +151,10 @@ class Exchange(ABC):
         process groups made later, in a thread of communication, may come in another order on
         another rank and hang. `mean` does it where that was forgotten.
         """
+
+    def check_group(self, codec: Codec, group: dist.ProcessGroup) -> None:
+        """ConfigError if the codec cannot serve so many ranks; after `prepare`."""
+        codec.check_workers(1)
 
     @abstractmethod
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:

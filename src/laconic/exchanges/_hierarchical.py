@@ -39,11 +39,11 @@ class Hierarchical(Exchange):
 
     Owners of a part end with the same bits, and only they send it on: so do all ranks. Only step 2
     loses anything: the error is inner's, with K in place of n and y_k in place of x_i. For
-    scatter-reduce it is e1/(K·κ') + e2 of the mean, κ' = ‖mean‖²/(average ‖y_k‖²) from 1/K to 1;
-    `error=` stays the budget of the mean. With nodes of m ranks ‖y_k‖² is ‖x‖²/m for independent
-    gradients (the error of n flat ranks) and ‖x‖² for equal ones (e1/K, not e1/n). Codecs whose
-    levels are shared by all workers (global) gain: they share them among K, not n. `Call.kappa` is
-    of ranks, not of nodes, and is not used.
+    scatter-reduce it is e1/(K·κ') + e2 of the mean, κ' = ‖mean‖²/(average ‖y_k‖²): 1/K for
+    independent nodes, 1 for equal ones; `error=` stays the budget of the mean. With nodes of m
+    ranks ‖y_k‖² is ‖x‖²/m for independent gradients (the error of n flat ranks) and ‖x‖² for equal
+    ones (e1/K, not e1/n). Codecs whose levels are shared by all workers (global) gain: they share
+    them among K, not n.
 
     Bytes a rank sends: to other nodes inner's for 1/L of the tensor among K ranks (`sent_bytes`);
     inside, 2·(m-1)/m of the plain tensor (`local_bytes`). On nodes larger than the smallest one,
@@ -76,6 +76,11 @@ class Hierarchical(Exchange):
         if self.nodes not in kept:
             kept[self.nodes] = team = _team(agreed_nodes(self.nodes, group), group)
             weakref.finalize(group, _disband, team).atexit = False
+
+    def check_group(self, codec: Codec, group: dist.ProcessGroup) -> None:
+        team = _TEAMS[group][self.nodes]
+        if team.nodes > 1:
+            self._between(codec).check_group(codec, team.across or group)
 
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         self.prepare(call.group)
@@ -182,7 +187,6 @@ def _far(
         group=across,
         places=tuple(call.inside(start, start + parts[lane].numel())),
         first_chunk=call.first_chunk + lane * (_CHUNKS // team.lanes),
-        kappa=0.0,
     )
 
 

@@ -72,26 +72,42 @@ class Lane:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._own = _Own(group)
-        self.size, self.traffic = group.size(), Traffic()
+        self.size, self.rank, self.traffic = group.size(), group.rank(), Traffic()
         self.plain_bytes, self.seconds = 0, 0.0
+        self._failure: Exception | None = None
         weakref.finalize(self, self._own.drop).atexit = False
         close_at_exit(self)
+
+    def fail(self, error: Exception) -> None:
+        """Keep the first error of the thread."""
+        self._failure = self._failure or error
+
+    def failure(self) -> Exception | None:
+        """What went wrong in the thread since the last call; ConfigError if it was closed."""
+        self.check_open()
+        failure, self._failure = self._failure, None
+        return failure
 
     @property
     def group(self) -> dist.ProcessGroup:
         """Ours alone."""
+        self.check_open()
+        assert self._own.group is not None
+        return self._own.group
+
+    def check_open(self) -> None:
+        """ConfigError after `close`."""
         if self._own.group is None:
             raise ConfigError(
                 "this was closed, and its threads and process groups are gone: close() comes after "
                 "the last step; make a new one to go on"
             )
-        return self._own.group
 
     @property
     def thread(self) -> SerialThread:
         """Started when it is first needed."""
         if self._own.thread is None:
-            assert self.group is not None  # or it was closed
+            self.check_open()
             self._own.thread = SerialThread("laconic-hook")
         return self._own.thread
 

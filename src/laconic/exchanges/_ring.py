@@ -6,18 +6,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._base import Call, Exchange
+from laconic.exchanges._frame import FRAME_BYTES
 from laconic.exchanges._point_to_point import Flight, fly
 from laconic.exchanges._transport import gather_numbers
 from laconic.exchanges._wires import chunks_of
 from laconic.kernels import backend
 from laconic.kernels._layout import packed_bytes
 
-_GRAIN = 1 << 14  # values: messages of shorter pieces would cost more than they hide
+PIECE_VALUES = 1 << 14  # values: messages of shorter pieces would cost more than they hide
 _MOST_PIECES = 64
 _MOST_BITS = 31  # of a sum
 
@@ -33,9 +35,10 @@ class Ring(Exchange):
        k ranks lies in -k·s .. k·s and travels at w_k = bit_length(2·k·s) bits. Rank j ends the sum.
     3. The sum of n goes around once more, at w_n bits, and all ranks decode the same integers.
 
-    Bytes a rank sends: (d/n)·(w_1 + .. + w_{n-1} + (n-1)·w_n)/8. At n = 4 and 4 bits that is
-    4 + 5 + 6 out and 3·6 back: 8.25 bits a value with s = 7, where allreduce sends 6 with s = 1 and
-    at 8 bits 12 with s = 31. With the same levels a ring never sends more than allreduce.
+    Bytes a rank sends, but for frames: (d/n)·(w_1 + .. + w_{n-1} + (n-1)·w_n)/8. At n = 4 and 4
+    bits that is 4 + 5 + 6 out and 3·6 back: 8.25 bits a value with s = 7, where allreduce sends 6
+    with s = 1 and at 8 bits 12 with s = 31. With the same levels a ring never sends more than
+    allreduce.
     The error is that of `global` with s = levels_for(1): E‖mean^ - mean‖² ≤ (θ/n)·Σ‖x_i‖².
 
     A chunk travels in up to `pieces` messages. While some are on the wire the one that came last is
@@ -63,6 +66,10 @@ class Ring(Exchange):
                 "'global:bits=4@ring' (bits 4, 8 or 32, without coder= and subtract=)"
             )
 
+    def check_group(self, codec: Codec, group: dist.ProcessGroup) -> None:
+        own: Any = codec
+        _check_sum(own.levels_for(1), group.size())
+
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         own: Any = codec  # with local_norm, global_norm and levels_for
         norm = own.global_norm(gather_numbers(own.local_norm(x), call, rest))
@@ -78,6 +85,15 @@ def sum_bits(levels: int, workers: int) -> int:
     return (2 * workers * levels).bit_length()
 
 
+def _check_sum(levels: int, workers: int) -> None:
+    bits = sum_bits(levels, workers)
+    if bits > _MOST_BITS:
+        raise ConfigError(
+            f"a sum of {workers} workers at {levels} levels takes {bits} bits, and a ring has "
+            f"{_MOST_BITS}: give global fewer levels="
+        )
+
+
 class _Round:
     """One exchange. In hop h = 0 .. 2n-3 this rank sends chunk rank-1-h and receives rank-2-h."""
 
@@ -85,12 +101,8 @@ class _Round:
         self.codec, self.norm, self.call, self.pieces = codec, norm, call, pieces
         self.levels = codec.levels_for(1)
         self.widths = [sum_bits(self.levels, k) for k in range(call.size + 1)]
-        if self.widths[-1] > _MOST_BITS:
-            raise ConfigError(
-                f"a sum of {call.size} workers at {self.levels} levels takes {self.widths[-1]} "
-                f"bits, and a ring has {_MOST_BITS}: give global fewer levels="
-            )
-        self.parts = [chunks_of(chunk, pieces, _GRAIN) for chunk in chunks_of(x, call.size)]
+        _check_sum(self.levels, call.size)
+        self.parts = [chunks_of(chunk, pieces, PIECE_VALUES) for chunk in chunks_of(x, call.size)]
         self.longest = max(part.numel() for part in self.parts[0])  # no chunk exceeds the first
         self.device = x.device
         self.kernels = backend(x.device)
@@ -101,23 +113,23 @@ class _Round:
         first = (self._added((rank - 1) % n, p, None, 1) for p in pieces)
         if n == 1:
             for p, sums in enumerate(first):
-                self._decode(0, p, sums)
+                self._decode(0, p, sums[FRAME_BYTES:])
             return
         flying = [self._start(0, p, sums) for p, sums in enumerate(first)]
         last = 2 * n - 3
         for hop in range(last + 1):
             chunk, workers = (rank - 2 - hop) % n, hop + 2
             for p in pieces:
-                sums = flying[p].wait(self.call)
+                came, sums = flying[p].wait(self.call), flying[p].arriving
                 if workers <= n:
-                    sums = self._added(chunk, p, sums, workers)
+                    sums = self._added(chunk, p, came, workers)
                 if hop < last:
                     flying[p] = self._start(hop + 1, p, sums)
                 if workers >= n:
-                    self._decode(chunk, p, sums)
+                    self._decode(chunk, p, sums[FRAME_BYTES:])
 
     def _added(self, chunk: int, p: int, sums: Tensor | None, workers: int) -> Tensor:
-        """The sum of so many workers: own integers on top of what arrived, packed.
+        """The sum of so many workers: own integers on top of what arrived, packed behind a frame.
 
         Its buffer is free again: the wait for a piece is also one for what was sent from there.
         """
@@ -131,7 +143,7 @@ class _Round:
             self.kernels.add_codes(
                 own.payload,
                 sums,
-                out,
+                out[FRAME_BYTES:],
                 numel=part.numel(),
                 levels=self.levels,
                 bits=self.codec.bits,
@@ -167,11 +179,14 @@ class _Round:
         coming = self.parts[(rank - 2 - hop) % n][p].numel()
         # what arrived in the hop before may still be on its way from the other buffer
         room = self._buffer(f"arriving {hop % 2} {p}", coming, min(hop + 1, n))
-        name = f"ring {hop % 2} {p}"
-        return fly(sums, (rank + 1) % n, room, (rank - 1) % n, name, self.call)
+        name, number = f"ring {hop % 2} {p}", hop * self.pieces + p
+        return fly(sums, (rank + 1) % n, room, (rank - 1) % n, name, self.call, number=number)
 
     def _buffer(self, name: str, numel: int, workers: int) -> Tensor:
-        """Room for a sum of so many workers; taken at its largest, so that it is made once."""
-        most = packed_bytes(self.longest, self.widths[-1])
+        """Room for a frame and a sum of so many workers, none for no values.
+
+        Taken at its largest, so that it is made once.
+        """
+        most = FRAME_BYTES + packed_bytes(self.longest, self.widths[-1])
         room = self.call.scratch.take(f"ring {name}", most, self.device, torch.uint8)
-        return room[: packed_bytes(numel, self.widths[workers])]
+        return room[: FRAME_BYTES + packed_bytes(numel, self.widths[workers]) if numel else 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,6 +13,7 @@ from laconic._wire import Wire
 from laconic.codecs import Codec, Place
 from laconic.errors import ConfigError
 from laconic.exchanges._base import Call, Exchange
+from laconic.exchanges._budget import ALONE, FIRST, Account
 from laconic.exchanges._transport import Message, no_values, share, swap
 from laconic.exchanges._wires import Sizes, chunk_edges, chunks_of, decode, encode
 
@@ -33,11 +33,21 @@ class ScatterReduce(Exchange):
 
     Every rank decodes the same n wires, so all end with the same bits. The error of the mean is
     e1·Σ_{i≠j}‖x_i‖²/n² + e2·‖S‖²: relative to the mean about e1/(n·κ) + e2, with
-    κ = ‖mean‖²/(average ‖x_i‖²) between 1/n (independent) and 1 (equal gradients). A codec's
-    `error=` E is the budget of the mean, half for each encoding: e1 = n·κ·E/2 and e2 = E/2. Each
-    rank takes its own κ_i = ‖mean‖²/‖x_i‖² as measured before (`Call.kappa`; steps travel in the
-    wires, so ranks need not agree): Σ_i e1_i‖x_i‖²/n² = ‖mean‖²·E/2 exactly. Until it is measured,
-    κ = 1/n, the worst.
+    κ = ‖mean‖²/(average ‖x_i‖²): 1 for equal gradients, 1/n for independent ones, and as near to 0
+    as gradients cancel. A codec's `error=` E is the budget of the mean, of each parameter, at every
+    step:
+
+    4. The first encodings get e1 = 0.4·f·E, f being the n·κ to count on: what the steps before
+       tell, with a margin, and 1 (less for small parameters) where they tell nothing.
+    5. What they spend, an exact expectation, travels with them (one fp32 number per segment). The
+       owner gives its own encoding what they have left of the budget, E·T - E1, from an eighth to
+       three quarters of E·‖S‖².
+    6. The owners' sums travel with the lengths of their wires, so all ranks know E1, E2 and T, the
+       square of the mean, of each parameter. One with E1 + E2 > 1.1·E·T is added up once more, in
+       fp32, and has no error at this step (`_budget.py`).
+
+    So the expected error is at most 1.1·E at every step, whatever gradients do. n·κ is known for
+    the next step without another pass over the values: 0.4·f·E·T/E1.
     Bytes a rank sends: 2·(n-1)/n of the encoded tensor.
     """
 
@@ -51,35 +61,21 @@ class ScatterReduce(Exchange):
             )
 
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
-        n, rank, half = call.size, call.rank, codec.at_share(0.5)
-        first = codec.at_share(0.5 * gain(n * call.kappa))
+        n, rank = call.size, call.rank
         edges = chunk_edges(x.numel(), n)
         chunks = [x[edges[j] : edges[j + 1]] for j in range(n)]
         places = [call.inside(edges[j], edges[j + 1]) for j in range(n)]
         plain = chunks_of(no_values(x) if rest is None else rest, n, REST_GRAIN)
         total = call.scratch.take("sum", chunks[rank].numel(), x.device, torch.float32)
-        scatter(chunks, first, call, total, places=places, rest=plain, rest_out=plain[rank])
-        gather(total, half, call, chunks, places=places, rest=plain)
-
-
-def kappa(own: float, mean: float, error: float) -> float:
-    """κ = ‖mean‖²/‖own‖², at most 1, from two-norms; 0 if they do not tell.
-
-    The decoded mean's error adds error·‖mean‖² to its squared norm, which is taken off.
-    """
-    value = (mean / own) ** 2 / (1 + error) if own > 0 else 0.0
-    return min(value, 1.0) if value > 0 else 0.0  # NaN is no value
-
-
-def gain(nk: float) -> float:
-    """n·κ as the factor of the first encoding's error: 1 to 16, rounded down to quarter octaves.
-
-    Few different values, because codecs with different settings have caches of their own; above 16
-    a first encoding would save little more.
-    """
-    if not nk > 1:  # not measured, or NaN
-        return 1.0
-    return 2.0 ** (math.floor(4 * math.log2(min(nk, 16.0))) / 4)
+        account = Account.of(codec, call, places, list(map(len, chunks)), FIRST)
+        sent = {"places": places, "rest": plain}
+        if account is None:
+            half = codec.at_share(0.5)
+            scatter(chunks, half, call, total, rest_out=plain[rank], **sent)
+            gather(total, half, call, chunks, **sent)
+            return
+        first = scatter(chunks, codec, call, total, rest_out=plain[rank], account=account, **sent)
+        _gather_in_budget(total, codec, call, chunks, account=account, first=first, **sent)
 
 
 def scatter(
@@ -91,27 +87,62 @@ def scatter(
     places: Sequence[Sequence[Place]],
     rest: Sequence[Tensor],
     rest_out: Tensor,
-) -> None:
-    """out = the mean over ranks of chunk `rank`, in fp32; rest_out likewise of plain values."""
+    account: Account | None = None,
+) -> Tensor:
+    """out = the mean over ranks of chunk `rank`, in fp32; rest_out likewise of plain values.
+
+    With an account, what encodings spent: E1 of each of out's segments.
+    """
     n, rank, dtype = call.size, call.rank, chunks[0].dtype
+    with_spent = rest if account is None else account.with_room(rest, range(n))
     messages = []
     for j, chunk in enumerate(chunks):
-        wire = None
+        wire, plain = None, with_spent[j]
         if j != rank and chunk.numel():
-            wire = encode(codec, chunk, call.key(rank, j), places[j], call)
-        messages.append(Message.of(wire, rest[j] if j != rank else rest[j][:0]))
+            spending = {}
+            if account is not None:
+                spending = {"shares": account.shares(j), "spent": plain[rest[j].numel() :]}
+            wire = encode(codec, chunk, call.key(rank, j), places[j], call, **spending)
+        messages.append(Message.of(wire, plain if j != rank else plain[:0]))
     here = [0 if i == rank else out.numel() for i in range(n)]
-    rest_here = [0 if i == rank else rest_out.numel() for i in range(n)]
+    plain_here = [0 if i == rank else with_spent[rank].numel() for i in range(n)]
     sizes = Sizes.of(codec, here, [places[rank]] * n, dtype)
-    arriving = swap(messages, call, sizes, rest_here)
+    arriving = swap(messages, call, sizes, plain_here)
     out.copy_(chunks[rank]).mul_(1 / n)  # in fp32 before it is weighed
     torch.mul(rest[rank], 1 / n, out=rest_out)
+    spent = torch.zeros(with_spent[rank].numel() - rest_out.numel(), device=out.device)
     for i, message in enumerate(arriving):
         if here[i]:
             key = call.key(i, rank)
             decode(codec, message.wire, out, key, places[rank], dtype, call, add=True, weight=1 / n)
-        if rest_here[i]:
-            rest_out.add_(message.rest, alpha=1 / n)
+        if plain_here[i]:
+            rest_out.add_(message.rest[: rest_out.numel()], alpha=1 / n)
+            spent.add_(message.rest[rest_out.numel() :], alpha=1 / n**2)
+    return spent
+
+
+def scatter_in_budget(
+    chunks: Sequence[Tensor],
+    codec: Codec,
+    call: Call,
+    out: Tensor,
+    *,
+    places: Sequence[Sequence[Place]],
+    rest: Sequence[Tensor],
+    rest_out: Tensor,
+) -> None:
+    """`scatter` alone, within a codec's budget; a broken one gets the exact mean.
+
+    What was spent must reach all ranks by itself: one small message, and a wait for it.
+    """
+    account = Account.of(codec, call, places, [chunk.numel() for chunk in chunks], ALONE)
+    sent = {"places": places, "rest": rest, "rest_out": rest_out}
+    first = scatter(chunks, codec, call, out, account=account, **sent)
+    if account is not None:
+        account.settle_among(first, out)
+        targets = [out if j == call.rank else out[:0] for j in range(call.size)]
+        with account.exact(chunks, targets):
+            pass
 
 
 def gather(
@@ -133,8 +164,48 @@ def gather(
         wire = encode(codec, mine, call.key(rank, rank, 1), places[rank], call)
     sizes = Sizes.of(codec, counts, places, mine.dtype)
     plain = [part.numel() for part in rest]
-    for j, message in enumerate(share(Message.of(wire, rest[rank]), call, sizes, plain)):
-        if counts[j]:
-            decode(codec, message.wire, chunks[j], call.key(j, j, 1), places[j], mine.dtype, call)
-        if plain[j] and j != rank:
+    arrived = share(Message.of(wire, rest[rank]), call, sizes, plain)
+    _decode_all(arrived, codec, call, chunks, places, rest, mine.dtype)
+
+
+def _gather_in_budget(
+    mine: Tensor,
+    codec: Codec,
+    call: Call,
+    chunks: Sequence[Tensor],
+    *,
+    places: Sequence[Sequence[Place]],
+    rest: Sequence[Tensor],
+    account: Account,
+    first: Tensor,
+) -> None:
+    """`gather`, with what the first encodings have left; broken budgets get the exact mean."""
+    rank, counts = call.rank, [chunk.numel() for chunk in chunks]
+    wire, numbers = None, []
+    if counts[rank]:
+        squares, second = account.squares(rank, mine), account.room("spent back", rank, mine.device)
+        spending = {"shares": account.back(first, squares), "spent": second}
+        wire = encode(codec, mine, call.key(rank, rank, 1), places[rank], call, **spending)
+        numbers = [first, second, squares]
+    sizes = Sizes.of(codec, counts, places, mine.dtype)
+    plain = [part.numel() for part in rest]
+    arrived = account.share(Message.of(wire, rest[rank]), sizes, plain, numbers)
+    with account.exact(chunks, chunks):
+        _decode_all(arrived, codec, call, chunks, places, rest, mine.dtype)
+
+
+def _decode_all(
+    arrived: Sequence[Message],
+    codec: Codec,
+    call: Call,
+    chunks: Sequence[Tensor],
+    places: Sequence[Sequence[Place]],
+    rest: Sequence[Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Owners' messages become chunks and plain values."""
+    for j, message in enumerate(arrived):
+        if chunks[j].numel():
+            decode(codec, message.wire, chunks[j], call.key(j, j, 1), places[j], dtype, call)
+        if rest[j].numel() and j != call.rank:
             rest[j].copy_(message.rest)

@@ -1,7 +1,8 @@
 """Bytes between ranks, over whatever process group there is.
 
-A message is a wire and, behind it, values that travel as they are (fp32). Both start on a 16-byte
-boundary where they arrive. Lengths that the receiver cannot know travel first.
+A message is a frame (`_frame.py`), a wire and, behind it, values that travel as they are (fp32).
+Each starts on a 16-byte boundary where it arrives. Lengths that the receiver cannot know travel
+first. Nothing of any message is used before all of them were found to be what was awaited.
 """
 
 from __future__ import annotations
@@ -15,12 +16,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic._wire import ALIGN, Wire
-from laconic.errors import WireError
+from laconic.exchanges import _frame
 from laconic.exchanges._base import Call
-from laconic.exchanges._wires import Sizes
+from laconic.exchanges._device_frame import opened_on_device, seal_on_device
+from laconic.exchanges._frame import FRAME_BYTES, Kind, Name, opened, seal
+from laconic.exchanges._lengths import (
+    checked_sizes,
+    gather_single,
+    share_lengths,
+    swap_lengths,
+)
+from laconic.exchanges._lost import talking
+from laconic.exchanges._wires import Sizes, chunks_of
 
-# torch 2.13 calls it all_gather_single, and warns of the older name
-_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+__all__ = [
+    "Message",
+    "checked_sizes",
+    "gather_numbers",
+    "joined",
+    "no_values",
+    "padded",
+    "plain_mean",
+    "share",
+    "sum_in_place",
+    "swap",
+]
+
+_AT_ONCE = 1 << 14  # bytes of all ranks' values together, which go to all in one message
+_MOST_CHECKED = 1 << 20  # bytes of a sum of plain values that our own messages carry
 
 
 @dataclass(frozen=True)
@@ -46,6 +69,11 @@ class Message:
     def cut(self, size: int) -> Message:
         """With the length that has become known."""
         return Message(self.wire[:size], self.rest)
+
+    @property
+    def nbytes(self) -> int | Tensor:
+        """Of the wire."""
+        return self.wire.numel() if self.length is None else self.length
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """As bytes."""
@@ -75,84 +103,177 @@ def joined(parts: Iterable[Tensor], name: str, call: Call, device: torch.device)
 
 
 def swap(
-    messages: Sequence[Message], call: Call, sizes: Sizes, rest: Sequence[int]
+    messages: Sequence[Message],
+    call: Call,
+    sizes: Sizes,
+    rest: Sequence[int],
+    kind: Kind = Kind.SWAP,
 ) -> list[Message]:
     """Send messages[j] to rank j; what rank i sent here is the i-th of the result.
 
     `sizes` and `rest` tell how long the arriving wires are, and how many plain values follow each.
     """
-    device = messages[0].wire.device
+    device, rank = messages[0].wire.device, call.rank
     wires = sizes.bytes
     if not sizes.known:
-        mine, wires = _swap_sizes(messages, call, sizes)
+        mine, wires = swap_lengths([one.nbytes for one in messages], call, sizes, device)
         messages = [message.cut(size) for message, size in zip(messages, mine, strict=True)]
-    out = [sum(padded(part.numel()) for part in message.parts()) for message in messages]
-    room = [padded(size) + padded(4 * count) for size, count in zip(wires, rest, strict=True)]
-    send = joined((part for one in messages for part in one.parts()), "send", call, device)
+    out = [message_bytes(one.wire.numel(), one.rest.numel()) for one in messages]
+    room = [message_bytes(size, count) for size, count in zip(wires, rest, strict=True)]
+    send = call.scratch.take("send", sum(out), device, torch.uint8)
     receive = call.scratch.take("receive", sum(room), device, torch.uint8)
-    with call.traffic.sending(sum(out) - out[call.rank]):
-        _all_to_all(receive, send, room, out, call)
-    return _messages(receive.split(room), wires, rest)
+    leaving, arriving = list(send.split(out)), list(receive.split(room))
+    for message, target in zip(messages, leaving, strict=True):
+        _fill(target, message)
+    _seal([(one, Name(kind, rank, j)) for j, one in enumerate(leaving)], call)
+    with call.traffic.sending(sum(out) - out[rank]):
+        if _in_turn(call, device):
+            _one_after_another(arriving, leaving, call)
+        else:
+            with talking(call):
+                dist.all_to_all_single(receive, send, room, out, group=call.group)
+    return _messages(arriving, wires, rest, call, kind, rank)
 
 
-def _all_to_all(
-    receive: Tensor, send: Tensor, room: Sequence[int], out: Sequence[int], call: Call
-) -> None:
-    """out[j] bytes to rank j, room[i] from rank i.
+def share(
+    message: Message, call: Call, sizes: Sizes, rest: Sequence[int], kind: Kind = Kind.SHARE
+) -> list[Message]:
+    """Send one message to all; the i-th of the result is rank i's.
+
+    Gloo's all-gather is several times slower than its all-to-all, which is used there.
+    """
+    device, n, wires = message.wire.device, call.size, sizes.bytes
+    if device.type != "cpu" and dist.get_backend(call.group) == "gloo":
+        return swap([message] * n, call, sizes, rest, kind)
+    if not sizes.known:
+        wires = share_lengths(message.nbytes, call, sizes, device)
+        message = message.cut(wires[call.rank])
+    room = [message_bytes(size, count) for size, count in zip(wires, rest, strict=True)]
+    name, longest = Name(kind, call.rank), max(room)
+    in_turn = _in_turn(call, device)
+    send = call.scratch.take("send", longest, device, torch.uint8)
+    mine = send[: room[call.rank]]
+    _fill(mine, message)
+    _seal([(mine, name)], call)
+    step = room if in_turn else [longest] * n
+    receive = call.scratch.take("receive", sum(step), device, torch.uint8)
+    arriving = list(receive.split(step))
+    with call.traffic.sending(step[call.rank] * (n - 1)):
+        if in_turn:
+            _one_after_another(arriving, [mine] * n, call)
+        else:
+            with talking(call):
+                gather_single(receive, send, group=call.group)
+    arriving = [part[:size] for part, size in zip(arriving, room, strict=True)]
+    return _messages(arriving, wires, rest, call, kind, 0)
+
+
+def message_bytes(wire: int, rest: int) -> int:
+    """A message with its frame; none where there is nothing to say."""
+    size = padded(wire) + padded(4 * rest)
+    return FRAME_BYTES + size if size else 0
+
+
+def _fill(target: Tensor, message: Message) -> None:
+    """Wire and plain values behind the frame."""
+    start = FRAME_BYTES
+    for part in message.parts():
+        if size := part.numel():
+            target[start : start + size].copy_(part)
+            start += padded(size)
+
+
+def _seal(named: Sequence[tuple[Tensor, Name]], call: Call) -> None:
+    some = [(data, name) for data, name in named if data.numel()]
+    if some and some[0][0].is_cuda:
+        seal_on_device(some, call)
+        return
+    for data, name in some:
+        seal(data, call, name)
+
+
+def _messages(
+    parts: Sequence[Tensor],
+    wires: Sequence[int],
+    rest: Sequence[int],
+    call: Call,
+    kind: Kind,
+    number: int,
+) -> list[Message]:
+    """Received bytes, checked, then taken apart. An own message has not left this rank."""
+    named = [
+        (part, Name(kind, i, number))
+        for i, part in enumerate(parts)
+        if part.numel() and i != call.rank
+    ]
+    if named and named[0][0].is_cuda:
+        opened_on_device(named, call)
+    else:
+        for part, name in named:
+            opened(part, call, name)
+    found = []
+    for part, size, count in zip(parts, wires, rest, strict=True):
+        body = part[FRAME_BYTES:]
+        start = padded(size)
+        values = body[start : start + 4 * count].view(torch.float32)
+        found.append(Message(body[:size], values))
+    return found
+
+
+def _in_turn(call: Call, device: torch.device) -> bool:
+    """Whether messages go one after another.
 
     Gloo's own sends to all ranks at once: n - 1 senders meet at every receiver, whose link then
     loses packets. One after another, the next rank first, a link has about one sender at a time,
     loses few, and more of its rate is used.
     """
-    if send.is_cuda or dist.get_backend(call.group) != "gloo":
-        dist.all_to_all_single(receive, send, room, out, group=call.group)
-        return
+    return device.type == "cpu" and dist.get_backend(call.group) == "gloo"
+
+
+def _one_after_another(arriving: Sequence[Tensor], leaving: Sequence[Tensor], call: Call) -> None:
+    """leaving[j] to rank j, arriving[i] from rank i."""
     n, rank, group = call.size, call.rank, call.group
-    arriving, leaving = receive.split(list(room)), send.split(list(out))
     arriving[rank].copy_(leaving[rank])
     before, behind = ([(rank + way * k) % n for k in range(1, n)] for way in (-1, 1))
-    awaited = [group.recv([arriving[i]], i, 0) for i in before if room[i]]
+    awaited = []
+    for i in before:
+        if arriving[i].numel():
+            arriving[i][:FRAME_BYTES].zero_()  # what was here before is no frame of anybody's
+            with talking(call, i):
+                awaited.append((i, group.recv([arriving[i]], i, 0)))
     for j in behind:
-        if out[j]:
-            group.send([leaving[j]], j, 0).wait()
-    for work in awaited:
-        work.wait()
-
-
-def share(message: Message, call: Call, sizes: Sizes, rest: Sequence[int]) -> list[Message]:
-    """Send one message to all; the i-th of the result is rank i's.
-
-    Gloo's all-gather is several times slower than its all-to-all, which is used there.
-    """
-    if dist.get_backend(call.group) == "gloo":
-        return swap([message] * call.size, call, sizes, rest)
-    wires = sizes.bytes
-    if not sizes.known:
-        wires = _share_sizes(message, call, sizes)
-        message = message.cut(wires[call.rank])
-    room = padded(max(wires)) + padded(4 * max(rest))
-    device = message.wire.device
-    send = call.scratch.take("send", room, device, torch.uint8)
-    mine = joined(message.parts(), "message", call, device)
-    send[: mine.numel()].copy_(mine)
-    receive = call.scratch.take("receive", room * call.size, device, torch.uint8)
-    with call.traffic.sending(room * (call.size - 1)):
-        _gather_single(receive, send, group=call.group)
-    return _messages(receive.split(room), wires, rest)
+        if leaving[j].numel():
+            with talking(call, j):
+                group.send([leaving[j]], j, 0).wait()
+    for i, work in awaited:
+        with talking(call, i):
+            work.wait()
 
 
 def sum_in_place(payload: Tensor, call: Call) -> None:
-    """The backend's all-reduce; bytes counted as those of a ring."""
+    """The sum over ranks, in payload's own type.
+
+    Plain values on the host travel in checked messages up to 1 MiB; else, and for integers, it is
+    the backend's all-reduce, which nothing can check from outside. Its bytes count as a ring's.
+    """
+    floats = payload.dtype.is_floating_point and payload.numel() * payload.element_size()
+    if floats and floats <= _MOST_CHECKED and _checks_sums(payload, call):
+        _checked_sum(payload.view(-1), call)
+        return
     ring = 2 * (call.size - 1) / call.size
-    with call.traffic.sending(ring * payload.numel() * payload.element_size()):
+    with call.traffic.sending(ring * payload.numel() * payload.element_size()), talking(call):
         dist.all_reduce(payload, group=call.group)
+    _frame.arrived(_bytes(payload), call.rank, call)
 
 
 def plain_mean(x: Tensor | None, call: Call) -> None:
-    """x becomes its mean by the backend's all-reduce, in its own dtype; None stays."""
+    """x becomes its mean by the backend's all-reduce, in its own dtype; None stays.
+
+    As DDP does it: divided first, so that halves overflow only where their mean does.
+    """
     if x is not None and x.numel():
-        sum_in_place(x, call)
         x.mul_(1 / call.size)
+        sum_in_place(x, call)
 
 
 def gather_numbers(value: Tensor, call: Call, rest: Tensor | None = None) -> Tensor:
@@ -168,63 +289,61 @@ def gather_numbers(value: Tensor, call: Call, rest: Tensor | None = None) -> Ten
         torch.mul(rest, 1 / call.size, out=plain)
     numbers.zero_()
     numbers[call.rank : call.rank + 1].copy_(value.view(1))
-    sum_in_place(joint, call)
+    if _checks_sums(joint, call):
+        _checked_sum(joint, call)
+    else:
+        sum_in_place(joint, call)
     if rest is not None:
         rest.copy_(plain)
     return numbers
 
 
-def _messages(parts: Sequence[Tensor], wires: Sequence[int], rest: Sequence[int]) -> list[Message]:
-    """Received bytes, taken apart."""
-    found = []
-    for part, size, count in zip(parts, wires, rest, strict=True):
-        start = padded(size)
-        values = part[start : start + 4 * count].view(torch.float32)
-        found.append(Message(part[:size], values))
-    return found
+def _checks_sums(x: Tensor, call: Call) -> bool:
+    """Whether our own messages carry a sum: where each can be checked on the host."""
+    return x.device.type == "cpu" and call.sums(x.device) and call.size > 1 and x.is_contiguous()
 
 
-def _swap_sizes(
-    messages: Sequence[Message], call: Call, most: Sizes
-) -> tuple[Sequence[int], tuple[int, ...]]:
-    """Lengths of own wires and of those that will arrive. The one wait for a device."""
-    both = call.scratch.take("sizes", 2 * call.size, messages[0].wire.device, torch.int64)
-    mine, theirs = both.split(call.size)
-    _measure(messages, mine)
-    with call.traffic.sending(8 * (call.size - 1)):
-        dist.all_to_all_single(theirs, mine, group=call.group)
-    found = both.tolist()
-    return found[: call.size], checked_sizes(found[call.size :], most)
+def _checked_sum(x: Tensor, call: Call) -> None:
+    """x becomes its sum: whole to all, or if that is long in parts that each rank adds up.
 
-
-def _share_sizes(message: Message, call: Call, most: Sizes) -> tuple[int, ...]:
-    device = message.wire.device
-    mine = call.scratch.take("size", 1, device, torch.int64)
-    theirs = call.scratch.take("sizes", call.size, device, torch.int64)
-    _measure([message], mine)
-    with call.traffic.sending(8 * (call.size - 1)):
-        _gather_single(theirs, mine, group=call.group)
-    return checked_sizes(theirs.tolist(), most)
-
-
-def _measure(messages: Sequence[Message], out: Tensor) -> None:
-    """Lengths of wires, on their device."""
-    if all(message.length is None for message in messages):
-        out.copy_(torch.tensor([message.wire.numel() for message in messages]))
+    All ranks hold the same bits, because each part is added once, or by all in one order.
+    """
+    n, rank, grain = call.size, call.rank, ALIGN // x.element_size()
+    if sums_at_once(x.numel() * x.element_size(), n):
+        sizes = Sizes((_bytes(x).numel(),) * n, known=True)
+        every = share(Message(_bytes(x), no_values(x)), call, sizes, [0] * n, Kind.SUM)
+        x.copy_(every[0].wire.view(x.dtype))
+        for one in every[1:]:
+            x.add_(one.wire.view(x.dtype))
         return
-    for message, place in zip(messages, out.split(1), strict=True):
-        if message.length is None:
-            place.fill_(message.wire.numel())
-        else:
-            place.copy_(message.length)
+    parts = chunks_of(x, n, grain)
+    lengths = [_bytes(part).numel() for part in parts]
+    none = no_values(x)
+    away = [Message(_bytes(part if j != rank else part[:0]), none) for j, part in enumerate(parts)]
+    sizes = Sizes(tuple(lengths[rank] if i != rank else 0 for i in range(n)), known=True)
+    arrived = swap(away, call, sizes, [0] * n, Kind.PART)
+    own = parts[rank]
+    for i, one in enumerate(arrived):
+        if i != rank:
+            own.add_(one.wire.view(x.dtype))
+    sizes = Sizes(tuple(lengths), known=True)
+    for j, one in enumerate(share(Message(_bytes(own), none), call, sizes, [0] * n, Kind.SUM)):
+        if j != rank:
+            parts[j].copy_(one.wire.view(x.dtype))
 
 
-def checked_sizes(sizes: Sequence[int], most: Sizes) -> tuple[int, ...]:
-    """WireError before anything is allocated for a false claim."""
-    for rank, (size, limit) in enumerate(zip(sizes, most.bytes, strict=True)):
-        if not 0 <= size <= limit:
-            raise WireError(
-                f"rank {rank} announced {size} bytes where {limit} are the most: are all ranks "
-                "running the same settings?"
-            )
-    return tuple(sizes)
+def checked_sum_bytes(nbytes: float, ranks: int) -> float:
+    """What a rank sends, on average, for a sum of so many bytes in our own messages."""
+    others = ranks - 1
+    if sums_at_once(nbytes, ranks):
+        return others * (FRAME_BYTES + nbytes)
+    return others * 2 * (FRAME_BYTES + nbytes / ranks)
+
+
+def sums_at_once(nbytes: float, ranks: int) -> bool:
+    """Whether so few bytes of every rank go to all."""
+    return nbytes * ranks <= _AT_ONCE
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)

@@ -12,6 +12,7 @@ from laconic._wire import Wire
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._base import Call, Exchange
+from laconic.exchanges._frame import FRAME_BYTES
 from laconic.exchanges._point_to_point import fly
 from laconic.exchanges._transport import Message, gather_numbers, joined, no_values, padded, share
 from laconic.exchanges._wires import Sizes, chunks_of, decode
@@ -76,11 +77,15 @@ class Tree(Exchange):
         going = [j for j in range(n) if place[j] % (2 * stride) == stride]
         coming = [j for j in range(n) if place[j] % (2 * stride) == 0 and place[j] + stride < n]
         device = wires[0].buffer.device
-        send = joined([wires[j].data for j in going], "tree send", call, device)
+        frame = call.scratch.take("tree frame", FRAME_BYTES if going else 0, device, torch.uint8)
+        send = joined([frame, *(wires[j].data for j in going)], "tree send", call, device)
         room = [padded(wires[j].nbytes) for j in coming]
-        receive = call.scratch.take("tree receive", sum(room), device, torch.uint8)
-        fly(send, (rank - stride) % n, receive, (rank + stride) % n, "tree", call).wait(call)
-        for j, part in zip(coming, receive.split(room), strict=True):
+        total = FRAME_BYTES + sum(room) if coming else 0
+        receive = call.scratch.take("tree receive", total, device, torch.uint8)
+        flight = fly(
+            send, (rank - stride) % n, receive, (rank + stride) % n, "tree", call, number=phase
+        )
+        for j, part in zip(coming, flight.wait(call).split(room), strict=True):
             mine = wires[j]
             theirs = Wire.parse(
                 part[: mine.nbytes],

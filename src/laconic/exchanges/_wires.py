@@ -21,10 +21,16 @@ _GRAIN = 512  # chunks start at multiples: blocks of scales are not cut for noth
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the wires that arrive: known to all, or no more than so many each."""
+    """Bytes of the wires that arrive: known to all, or from `least` to so many each."""
 
     bytes: tuple[int, ...]
     known: bool
+    least: tuple[int, ...] = ()  # nothing: no bound
+
+    @property
+    def smallest(self) -> tuple[int, ...]:
+        """The fewest bytes of each."""
+        return self.least or (0,) * len(self.bytes)
 
     @staticmethod
     def of(
@@ -38,7 +44,11 @@ class Sizes:
             codec.nbytes(count, dtype, segments_of(own)) if count else 0
             for count, own in zip(counts, places, strict=True)
         ]
-        return Sizes(tuple(found), not codec.varies)
+        least = [
+            codec.least_nbytes(count, dtype, segments_of(own)) if count else 0
+            for count, own in zip(counts, places, strict=True)
+        ]
+        return Sizes(tuple(found), not codec.varies, tuple(least))
 
 
 def chunk_edges(numel: int, ranks: int, grain: int = _GRAIN) -> list[int]:
@@ -58,15 +68,25 @@ def segments_of(places: Sequence[Place]) -> list[int] | None:
     return [place.numel for place in places] or None
 
 
-def encode(codec: Codec, x: Tensor, key: Key, places: Sequence[Place], call: Call) -> Wire:
-    """x's wire, in a scratch buffer of that chunk and phase."""
+def encode(
+    codec: Codec,
+    x: Tensor,
+    key: Key,
+    places: Sequence[Place],
+    call: Call,
+    **spending: Any,
+) -> Wire:
+    """x's wire, in a scratch buffer of that chunk and phase.
+
+    `spending` are shares= and spent= of codecs with a budget.
+    """
     segments = segments_of(places)
     room = codec.nbytes(x.numel(), x.dtype, segments)
     # n chunks of a tensor have n different remainders: none overwrites another
     name = f"wire {key.tensor % call.size} {key.phase}"
     buffer = call.scratch.take(name, room, x.device, torch.uint8)
     memory: dict[str, Any] = {"places": places} if codec.remembers and places else {}
-    return codec.encode(x, key, out=buffer, segments=segments, **memory)
+    return codec.encode(x, key, out=buffer, segments=segments, **memory, **spending)
 
 
 def decode(

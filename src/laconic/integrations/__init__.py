@@ -12,6 +12,7 @@ from laconic.integrations._compress import compress
 from laconic.integrations._ddp import comm_hook
 from laconic.integrations._fsdp import FSDPHandle
 from laconic.integrations._logging import log_stats
+from laconic.integrations._per_rank import PerRank
 from laconic.integrations._ranks import AllRanks
 from laconic.integrations._state import HookState
 
@@ -20,6 +21,7 @@ __all__ = [
     "FSDPHandle",
     "Handle",
     "HookState",
+    "PerRank",
     "Policy",
     "Stats",
     "comm_hook",

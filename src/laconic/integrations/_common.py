@@ -22,7 +22,12 @@ class Stats(HasRatio):
     exchange_seconds: float  # in the communication thread: codec, copies and wire
     wire_seconds: float  # of these, in collectives, waiting for other ranks included
     local_bytes: int = 0  # inside nodes, where the exchange knows them; not in sent_bytes
-    kappa: float | None = None  # ‖mean‖²/‖own gradient‖², where a budget made it worth measuring
+    # of codecs with a budget: expected relative squared error of the mean gradient, of parameters
+    error_budget: float | None = None  # what was asked for
+    error_mean: float | None = None  # over parameters and steps
+    error_largest: float | None = None  # of any parameter at any step
+    exact_means: int | None = None  # how often only a parameter's exact mean could keep the budget
+    kappa: float | None = None  # ‖mean‖²/average ‖gradient‖², where a codec has a budget
     # of the nested exchange, where it is used
     nesting_ratio: float | None = None  # ρ in use, mean over owners of chunks; dqsg counts as 2M+1
     decode_failures: float | None = None  # share of values that this rank decoded wrongly
@@ -61,4 +66,15 @@ def check_own(state: Mapping[str, Any], *memories: str) -> None:
         raise ConfigError(
             f"this is the state of rank {owner}, loaded by rank {own_rank()}, and what a rank "
             "remembers is its own: save one file a rank, or lc.AllRanks(handle).state_dict()"
+        )
+
+
+def check_ranks(state: Mapping[str, Any], ranks: int | None, *memories: str) -> None:
+    """ConfigError if the state remembers something, and was saved by another number of ranks."""
+    before = state.get("ranks")
+    if None not in (before, ranks) and before != ranks and any(state.get(m) for m in memories):
+        raise ConfigError(
+            f"this state was saved by {before} ranks, and these are {ranks}: what each rank "
+            "remembers cannot be dealt out again. Resume on as many, or leave this state out: "
+            "weights and optimizer are complete without it"
         )

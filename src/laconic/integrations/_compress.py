@@ -33,6 +33,8 @@ def compress(
     warmup_steps: int = 0,
     seed: int = 0,
     timeout_s: float | None = None,
+    even_alone: bool = False,
+    verify: str = "auto",
     weights: str | Codec | None = None,
     between: str | None = None,
 ) -> Handle:
@@ -42,6 +44,7 @@ def compress(
         "policy": policy,
         "warmup_steps": warmup_steps,
         "seed": seed,
+        "verify": verify,
     }
     model = unwrapped(model)
     if isinstance(model, DistributedDataParallel):
@@ -53,6 +56,8 @@ def compress(
             spec,
             group=model.process_group,
             timeout_s=timeout_s or 300.0,
+            even_alone=even_alone,
+            static_graph=model.static_graph,
             **common,
         )
         model.register_comm_hook(state, comm_hook)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.codecs._memory import Scratch
-from laconic.errors import ConfigError
 from laconic.exchanges import Call
 from laconic.exchanges._lane import Lane
 from laconic.exchanges._transport import plain_mean
+from laconic.integrations._bucket_order import Bucket
 from laconic.integrations._state import HookState, Load, Piece, Plan
 
 
@@ -27,13 +27,27 @@ def comm_hook(state: HookState, bucket: Any) -> Future[Tensor]:
     if isinstance(bucket, tuple):  # a compiled DDP with the Python reducer: gradient, parameter
         blocking: Any = torch.compiler.disable(_one_by_one)
         return blocking(state, *bucket)
-    buffer = bucket.buffer()
-    if buffer.is_sparse:
-        raise ConfigError("sparse gradients cannot be compressed; use nn.Embedding(sparse=False)")
-    plan, step = state.plan(bucket.parameters()), state.step
+    if bucket.index() == 0:
+        raise_after_backward(state.lanes)
+    return state.order.exchange(bucket, state.step, partial(exchange_bucket, state))
+
+
+def exchange_bucket(state: HookState, bucket: Bucket) -> Future[Tensor]:
+    """Start the exchange of a bucket that is laid out as it must be."""
+    buffer, step = bucket.buffer(), state.step
+    lane = state.lanes[bucket.index() % len(state.lanes)]
     if bucket.is_last():
         state.step += 1
-    lane = state.lanes[bucket.index() % len(state.lanes)]
+        state.watch_budget(step)
+        if state.replicas_due(step):
+            start(lane, buffer.new_empty(0), partial(state.compare_replicas, lane, step))
+    if state.alone:
+        return _done(buffer)
+    if buffer.is_sparse:
+        state.warn_of_sparse(bucket.parameters())
+        own = buffer * (1 / lane.group.size())  # in place it would change what backward still reads
+        return start(lane, own, partial(_sparse_sum, lane, own))
+    plan = state.plan(bucket.parameters())
     return start(lane, buffer, partial(_exchange, state, lane, buffer, plan, step))
 
 
@@ -44,6 +58,26 @@ comm_hook.__annotations__ |= {
 }
 
 
+def raise_after_backward(lanes: Sequence[Lane]) -> None:
+    """What goes wrong in a lane is raised by `backward`, with its type.
+
+    torch turns the error of a Python hook's future into "Unable to cast". So futures end with NaN,
+    and the error is raised by a callback of autograd's behind DDP's own, which waits for all
+    futures: callbacks run in order, and DDP queues its own after the last bucket. Outside of a
+    backward pass there are no callbacks; the next call of the hook raises then.
+    """
+
+    def check() -> None:
+        failures = [failure for lane in lanes if (failure := lane.failure()) is not None]
+        if failures:
+            raise failures[0]
+
+    check()
+    engine: Any = torch.autograd.Variable._execution_engine
+    with suppress(RuntimeError):
+        engine.queue_callback(lambda: engine.queue_callback(check))
+
+
 def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future[Tensor]:
     """Without buckets: one parameter's gradient becomes its mean, in place, before this returns."""
     plan = state.plan([parameter])
@@ -51,40 +85,64 @@ def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future
     step = state.turns.get(number, 0)
     state.turns[number] = step + 1
     state.step = max(state.step, step + 1)
-    flat = gradient.detach().contiguous().view(-1)
+    if state.alone:
+        return _done(gradient)
+    real = torch.view_as_real(gradient.detach()) if gradient.is_complex() else gradient.detach()
+    flat = real.contiguous().view(-1)
     _exchange(state, state.lanes[0], flat, plan, step)
-    if flat.data_ptr() != gradient.data_ptr():
-        gradient.detach().copy_(flat.view_as(gradient))
-    done: Future[Tensor] = Future()
-    done.set_result(gradient)
+    if flat.data_ptr() != real.data_ptr():
+        real.copy_(flat.view_as(real))
+    return _done(gradient)
+
+
+def _done(value: Tensor) -> Future[Tensor]:
+    done: Future[Tensor] = Future(devices=[value.device]) if value.is_cuda else Future()
+    done.set_result(value)
     return done
 
 
 def start(lane: Lane, buffer: Tensor, work: Callable[[], None]) -> Future[Tensor]:
-    """`work` in the lane's thread, after all that it has; the future gets `buffer`, or its error.
+    """`work` in the lane's thread, after all that it has; then the future gets `buffer`.
+
+    If work fails the buffer is NaN, and `lane.failure` has the error.
 
     On CUDA work runs on a stream of its own, behind what is on the caller's now.
     """
     cuda = buffer.device.type == "cuda"
     done: Future[Tensor] = Future(devices=[buffer.device]) if cuda else Future()
     ready = torch.cuda.current_stream(buffer.device).record_event() if cuda else None
-    lane.thread.submit(_job, buffer, work, ready, done)
+    lane.thread.submit(_job, lane, buffer, work, ready, done)
     return done
 
 
-def _job(buffer: Tensor, work: Callable[[], None], ready: Any, done: Future[Tensor]) -> None:
+def _job(
+    lane: Lane, buffer: Tensor, work: Callable[[], None], ready: Any, done: Future[Tensor]
+) -> None:
     """Runs in a lane's thread."""
-    try:
-        if ready is None:
+    stream = nullcontext() if ready is None else torch.cuda.stream(_side_stream(buffer.device))
+    with stream:
+        try:
+            if ready is not None:
+                ready.wait()
             work()
-            done.set_result(buffer)
-            return
-        with torch.cuda.stream(_side_stream(buffer.device)):
-            ready.wait()
-            work()
-            done.set_result(buffer)
-    except Exception as error:
-        done.set_exception(error)  # pyright: ignore[reportArgumentType]
+        except Exception as error:
+            lane.fail(error)
+            _spoil(buffer)
+        done.set_result(buffer)
+
+
+def _spoil(buffer: Tensor) -> None:
+    """Whoever goes on in spite of an error must not take what is there for a mean."""
+    values = buffer._values() if buffer.is_sparse else buffer
+    values.fill_(torch.nan)
+
+
+def _sparse_sum(lane: Lane, gradient: Tensor) -> None:
+    """Add up gradients of nn.Embedding(sparse=True), in place: the backend's own sum, as DDP's."""
+    values = gradient._values()
+    lane.plain_bytes += values.numel() * values.element_size()
+    with lane.traffic.sending(values.numel() * values.element_size()):
+        dist.all_reduce(gradient, group=lane.group)
 
 
 def _exchange(state: HookState, lane: Lane, buffer: Tensor, plan: Plan, step: int) -> None:
@@ -106,16 +164,11 @@ def _carry(
     state: HookState, lane: Lane, buffer: Tensor, load: Load, step: int, rest: Tensor | None
 ) -> None:
     """One codec's part of the bucket, and values that travel with it."""
-    tensor, budget = load.pieces[0].number, load.codec.budget
-    call = _call(state, lane, step, load, tensor)
+    call = _call(state, lane, step, load, load.pieces[0].number)
     for piece in load.fillers:  # `rest` has their values
         _part(buffer, piece).zero_()
     with gathered(buffer, load.pieces, state.scratch) as x:
-        looking = nullcontext()
-        if budget is not None and lane.group.size() > 1:
-            looking = state.kappa.measuring(x, tensor, step, budget)
-        with looking:
-            load.exchange.mean(x, load.codec, call, rest)
+        load.exchange.mean(x, load.codec, call, rest)
 
 
 def _call(
@@ -123,14 +176,14 @@ def _call(
 ) -> Call:
     return Call(
         group=lane.group,
-        seed=state.seed,
+        seed=state.draws,
         step=step,
         tensor=tensor,
         places=load.places if load else (),
-        kappa=state.kappa.of(tensor, step),
         known=state.known,
         memory=state.memory,
         scratch=state.scratch,
+        verify=state.verify,
         traffic=lane.traffic,
     )
 

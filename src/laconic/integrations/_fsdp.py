@@ -8,16 +8,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from laconic._key import seed_of
 from laconic._version import __version__
 from laconic.codecs import Codec, codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, ScatterReduce
 from laconic.exchanges._agree import agree
+from laconic.exchanges._base import checked_verify
+from laconic.exchanges._ledger import error_stats, load_budget, saved_budget
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.integrations._choices import Choices, check_warmup, line
-from laconic.integrations._common import Stats, check_own, own_rank
+from laconic.integrations._common import Stats, check_own, check_ranks, own_rank
 from laconic.integrations._fsdp_comms import AllGather, ReduceScatter, Replicas
 from laconic.integrations._fsdp_unit import Run, Unit, groups_of, piece_of, unit_of
 
@@ -48,6 +52,7 @@ class FSDPHandle:
         policy: Chooser | None = None,
         warmup_steps: int = 0,
         seed: int = 0,
+        verify: str = "auto",
         weights: str | Codec | None = None,
         between: str | None = None,
     ) -> None:
@@ -56,9 +61,13 @@ class FSDPHandle:
         self._pairs = Choices(spec, exchange)
         self.codec, self.exchange = self._pairs[""]
         self.weights = None if weights is None else _weights_codec(weights)
-        self._run = Run(seed=seed, warmup_steps=warmup_steps)
+        self.seed, self._run = (
+            seed,
+            Run(seed=seed, warmup_steps=warmup_steps, verify=checked_verify(verify)),
+        )
         self._lines: list[str] = []
         self._units = list(self._found(model, policy or Policy()))
+        self._run.seed = seed_of(seed, "\n".join(self._lines))
         self.between = self._stages(between)
         share = 0.5 if self.between == "both" else 1.0
         self._inside = {
@@ -79,6 +88,7 @@ class FSDPHandle:
             plain_bytes=self._run.plain_bytes,
             exchange_seconds=self._run.exchange_seconds,
             wire_seconds=self._run.traffic.wire_seconds,
+            **(error_stats(self._run.memory) or error_stats(self._run.across)),
         )
 
     def close(self) -> None:
@@ -89,9 +99,11 @@ class FSDPHandle:
         """What must be saved, on every rank, to go on exactly: counters, and codecs' memories."""
         return {
             "rank": own_rank(),
+            "ranks": dist.get_world_size(),
             "codec": str(self.codec),
             "steps": {unit.name: [unit.reductions, unit.means] for unit in self._units},
             "memory": {name: own.state_dict() for name, own in self._remembering()},
+            "budget": [saved_budget(kept) for kept in (self._run.memory, self._run.across)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -99,12 +111,16 @@ class FSDPHandle:
         if state["codec"] != str(self.codec):
             raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
         check_own(state, "memory")
+        check_ranks(state, dist.get_world_size(), "memory")
         steps = state["steps"]
         latest = [max((pair[i] for pair in steps.values()), default=0) for i in range(2)]
         for unit in self._units:
             unit.reductions, unit.means = map(int, steps.get(unit.name, latest))
         for name, own in self._remembering():
             own.load_state_dict(state["memory"][name])
+        kept = state.get("budget") or [None, None]
+        for memory, budget in zip((self._run.memory, self._run.across), kept, strict=True):
+            load_budget(memory, budget)
 
     def _remembering(self) -> Iterator[tuple[str, Any]]:
         for text, own in self._inside.items():
@@ -157,7 +173,8 @@ class FSDPHandle:
             "weights": str(self.weights),
             "between": self.between,
             "warmup_steps": str(self._run.warmup_steps),
-            "seed": str(self._run.seed),
+            "verify": self._run.verify,
+            "seed": str(self.seed),
             "parameters": "\n".join(self._lines),
         }
         meshes = {unit.ranks: unit.group for unit in self._units}
@@ -170,8 +187,9 @@ class FSDPHandle:
         if unit.replicas > 1 and self.between != "shards":
             info = copy.copy(group.mesh_info)  # torch may share it
             own = info.replicate_process_group
-            for _, way in self._across.values():
+            for carried, way in self._across.values():
                 way.prepare(own)
+                way.check_group(carried, own)
             info.replicate_process_group = Replicas(unit, self._across, own)
             group.mesh_info = info
         if unit.shards == 1:

@@ -14,7 +14,7 @@ from laconic._wire import DTYPES
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
-from laconic.exchanges._scatter_reduce import gather, scatter
+from laconic.exchanges._scatter_reduce import gather, scatter_in_budget
 from laconic.integrations._fsdp_layout import Gathered, Plan, places
 from laconic.integrations._fsdp_unit import Unit
 
@@ -36,8 +36,10 @@ class ReduceScatter(_FSDPBuffers):
 
     Every rank encodes each other rank's shard once, one message to each; owners decode and add in
     order of ranks. One encoding: with error e of each wire, the error of the mean is
-    e·Σ_{i≠j}‖x_i‖²/n² ≤ e/(n·κ) of ‖mean‖², and at most e for the worst κ = 1/n: a codec's budget
-    is spent whole. Parameters that are not encoded travel in the same messages.
+    e·Σ_{i≠j}‖x_i‖²/n², about e/(n·κ) of ‖mean‖². A codec's budget E is kept as in scatter-reduce:
+    e = 0.9·f·E, f being the n·κ to count on. What was spent reaches all ranks in a small message of
+    its own (there is no second half to carry it), and a parameter that has broken its budget is
+    added up once more. Parameters that are not encoded travel in the same messages.
     """
 
     def __init__(self, unit: Unit, codecs: Mapping[str, Codec], plain: Any) -> None:
@@ -77,7 +79,7 @@ class ReduceScatter(_FSDPBuffers):
             rest_mean = Gathered([out], [rank], plain, torch.float32, scratch, "rest mean")
             coded.load()
             rest.load()
-            scatter(
+            scatter_in_budget(
                 coded.parts,
                 self.codecs[choice],
                 unit.call(group, slots, step, unit.replica),
@@ -195,7 +197,7 @@ class Replicas(dist.ProcessGroup):
             coded.load()
             rest.load()
             call = unit.call(self.group, slots, step, unit.replicas + own)
-            call = replace(call, places=tuple(places(slots, own)))
+            call = replace(call, places=tuple(places(slots, own)), memory=unit.run.across)
             exchange.mean(coded.parts[0], codec, call, rest.parts[0] if plain else None)
             coded.store()
             rest.store()

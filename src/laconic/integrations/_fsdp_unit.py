@@ -26,10 +26,12 @@ class Run:
 
     seed: int
     warmup_steps: int
+    verify: str = "auto"
     scratch: Scratch = field(default_factory=Scratch)
     traffic: Traffic = field(default_factory=Traffic)
     known: set[Hashable] = field(default_factory=set)
-    memory: dict[Hashable, Any] = field(default_factory=dict)
+    memory: dict[Hashable, Any] = field(default_factory=dict)  # of exchanges inside a shard group
+    across: dict[Hashable, Any] = field(default_factory=dict)  # and between replicas
     plain_bytes: int = 0
     exchange_seconds: float = 0.0
     closed: bool = False
@@ -109,6 +111,7 @@ class Unit:
             memory=run.memory,
             scratch=run.scratch,
             traffic=run.traffic,
+            verify=run.verify,
         )
 
 

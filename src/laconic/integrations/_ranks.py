@@ -12,27 +12,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import ConfigError
-from laconic.integrations._common import Handle
+from laconic.integrations._per_rank import DTYPES, HasState, as_bytes, built, forms, plain, seat
 
 _log = logging.getLogger("laconic")
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-_DTYPES |= {str(dtype): dtype for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool)}
 
 
 class AllRanks:
-    """A handle's `state_dict` for programs that save on one rank; frameworks do.
+    """A handle's or a schedule's `state_dict` for programs that save on one rank; frameworks do.
 
-    What a handle remembers (error feedback, mostly) is each rank's own. `state_dict()`, which all
-    ranks must call, brings all of it to rank 0, tensors on the CPU; other ranks get {}. Every rank
-    picks its own part in `load_state_dict`.
+    What a handle remembers (error feedback, mostly) is each rank's own, and most of a schedule's
+    state is. `state_dict()`, which all ranks must call, brings all of it to rank 0, tensors on the
+    CPU; other ranks get {}. Every rank picks its own part in `load_state_dict`.
 
         torch.save({"model": .., "laconic": lc.AllRanks(handle).state_dict()}, path)  # rank 0
         accelerator.register_for_checkpointing(lc.AllRanks(handle))
 
-    With another number of ranks, or another codec, a run goes on without what was remembered.
+    On another number of ranks counters go on, and a state that remembers something, or a
+    schedule's, is refused. With another codec a run starts without what was remembered, and warns.
+    Where every rank saves, `lc.PerRank` is the form.
     """
 
-    def __init__(self, handle: Handle, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, handle: HasState, group: dist.ProcessGroup | None = None) -> None:
         self.handle, self.group = handle, group
 
     def state_dict(self) -> dict[str, Any]:
@@ -41,18 +41,39 @@ class AllRanks:
         return {"states": states} if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state_dict of rank 0, which all ranks have read."""
-        states, (rank, size) = state["states"], _seat(self.group)
-        if len(states) != size:
-            return _anew(f"the state is of {len(states)} ranks, and these are {size}")
+        """Resume from a state_dict of rank 0, which all ranks have read."""
+        if "states" not in state:
+            raise ConfigError(
+                "this is not the state that rank 0 got: all ranks load what rank 0 has saved of "
+                "lc.AllRanks(..).state_dict()"
+            )
+        states, (rank, size) = state["states"], seat(self.group)
+        if len(states) != size and any(map(_remembers, states)):
+            saved = f"{len(states)} rank{'s' if len(states) > 1 else ''}"
+            raise ConfigError(
+                f"the state is of {saved}, and here are {size}; what it remembers is each rank's "
+                f"own. Resume on {saved}, or leave this state out: what error feedback has not yet "
+                "sent is then lost"
+            )
+        own = states[rank % len(states)]  # without memories they differ in nothing that counts
+        if "identity" in own:  # a schedule's, which has weights
+            self.handle.load_state_dict(own)
+            return
         try:
-            self.handle.load_state_dict(states[rank])
+            self.handle.load_state_dict(own)
         except ConfigError as problem:  # on all ranks: settings are the same on all
             _anew(str(problem))
 
 
+def _remembers(state: Any) -> bool:
+    """Whether there are tensors in a state: all that is a rank's own is in such."""
+    tensors: list[Tensor] = []
+    plain(state, tensors)
+    return bool(tensors)
+
+
 def _anew(why: str) -> None:
-    if _seat(None)[0] == 0:
+    if seat(None)[0] == 0:
         _log.warning("compression starts anew, without what was remembered: %s", why)
 
 
@@ -61,11 +82,11 @@ def gathered(state: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
     One rank after another, so that rank 0's device holds one state more than before.
     """
-    rank, size = _seat(group)
+    rank, size = seat(group)
     tensors: list[Tensor] = []
-    text = json.dumps(_plain(state, tensors))
+    text = json.dumps(plain(state, tensors))
     if rank == 0:
-        return [_built(json.loads(text), [t.cpu() for t in tensors])] + [
+        return [built(json.loads(text), [t.cpu() for t in tensors])] + [
             _received(source, group) for source in range(1, size)
         ]
     device = _device(group)
@@ -73,7 +94,7 @@ def gathered(state: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     for data in (torch.tensor([encoded.numel()], device=device), encoded):
         dist.send(data, group=group, group_dst=0)
     for tensor in filter(Tensor.numel, tensors):
-        dist.send(_as_bytes(tensor.to(device)), group=group, group_dst=0)
+        dist.send(as_bytes(tensor.to(device)), group=group, group_dst=0)
     return []
 
 
@@ -85,59 +106,12 @@ def _received(source: int, group: dist.ProcessGroup | None) -> Any:
     dist.recv(encoded, group=group, group_src=source)
     tree = json.loads(bytes(encoded.tolist()).decode())
     tensors = []
-    for dtype, shape in _forms(tree):
-        tensor = torch.empty(shape, dtype=_DTYPES[dtype], device=device)
+    for dtype, shape in forms(tree):
+        tensor = torch.empty(shape, dtype=DTYPES[dtype], device=device)
         if tensor.numel():
-            dist.recv(_as_bytes(tensor), group=group, group_src=source)
+            dist.recv(as_bytes(tensor), group=group, group_src=source)
         tensors.append(tensor.cpu())
-    return _built(tree, tensors)
-
-
-def _plain(value: Any, tensors: list[Tensor]) -> Any:
-    """As JSON: every container is [kind, items], because keys may be numbers or tuples."""
-    if isinstance(value, Tensor):
-        tensors.append(value.detach())
-        return ["tensor", [len(tensors) - 1, str(value.dtype), list(value.shape)]]
-    if isinstance(value, Mapping):
-        return ["dict", [[_plain(k, tensors), _plain(v, tensors)] for k, v in value.items()]]
-    if isinstance(value, (list, tuple)):
-        return [type(value).__name__, [_plain(one, tensors) for one in value]]
-    return value
-
-
-def _built(tree: Any, tensors: list[Tensor]) -> Any:
-    """The value that `_plain` made this of."""
-    if not isinstance(tree, list):
-        return tree
-    kind, items = tree
-    if kind == "tensor":
-        return tensors[items[0]]
-    if kind == "dict":
-        return {_built(k, tensors): _built(v, tensors) for k, v in items}
-    values = [_built(one, tensors) for one in items]
-    return tuple(values) if kind == "tuple" else values
-
-
-def _forms(tree: Any) -> list[tuple[str, list[int]]]:
-    """Dtypes and shapes of the tensors, in the order in which they are sent."""
-    if not isinstance(tree, list):
-        return []
-    kind, items = tree
-    if kind == "tensor":
-        return [(items[1], items[2])]
-    if kind == "dict":
-        return [form for pair in items for one in pair for form in _forms(one)]
-    return [form for one in items for form in _forms(one)]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _seat(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    if not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
+    return built(tree, tensors)
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,20 +13,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from laconic._key import seed_of
 from laconic._version import __version__
+from laconic._wire import DTYPES
 from laconic.codecs import Codec, Place
 from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._agree import agree
+from laconic.exchanges._base import checked_verify, saved_memory
 from laconic.exchanges._lane import Lane
 from laconic.exchanges._lane import lanes as make_lanes
+from laconic.exchanges._ledger import (
+    BUDGET,
+    budget_report,
+    error_stats,
+    load_budget,
+    saved_budget,
+)
 from laconic.exchanges._nested import nesting
 from laconic.exchanges._policy import Chooser, Policy
+from laconic.exchanges._replicas import compare, digest
+from laconic.integrations._bucket_order import BucketOrder, real_numel
 from laconic.integrations._choices import Choices, check_warmup, line
-from laconic.integrations._common import Stats, check_own, own_rank
-from laconic.integrations._kappa import Kappa
+from laconic.integrations._common import Stats, check_own, check_ranks, own_rank
 
+_log = logging.getLogger("laconic")
+_CHECKED_EVERY = 500  # steps between two comparisons of weights
+_LOOKED_EVERY = 100  # steps between two looks at the error that was made
+_TOLERATED = 1.2  # times the budget
 _MOST_FILLED = 1 / 64  # of a load, zeros that are encoded to save copying
 
 
@@ -83,7 +100,8 @@ class HookState:
     differ. It may come before `init_process_group`, or before the model is moved to its GPU, in
     programs that do these themselves, such as Lightning: ranks then meet at the first bucket.
     `module` is what DDP wraps. States of one model that take turns may share `lanes`, threads and
-    process groups.
+    process groups. A single rank has nobody to exchange with, and its gradients stay exact, unless
+    `even_alone` asks for what more ranks would do to them. `static_graph` is DDP's setting.
     """
 
     def __init__(
@@ -97,6 +115,9 @@ class HookState:
         seed: int = 0,
         group: dist.ProcessGroup | None = None,
         timeout_s: float = 300.0,
+        even_alone: bool = False,
+        verify: str = "auto",
+        static_graph: bool = False,
         lanes: tuple[Lane, ...] | None = None,
     ) -> None:
         if spec == "auto":
@@ -108,10 +129,18 @@ class HookState:
         self.codec, self.exchange = self._pairs[""]
         check_warmup(warmup_steps)
         self.warmup_steps, self.seed, self.step = warmup_steps, seed, 0
-        self.scratch, self.kappa = Scratch(), Kappa()
+        self.draws = seed  # once the model is known, the seed of its own draws
+        self.even_alone, self.alone = even_alone, False
+        self.order = BucketOrder(passes=2 if static_graph else 1)
+        self.verify = checked_verify(verify)
+        self._every, self._weights = _CHECKED_EVERY, list[weakref.ref[Tensor]]()
+        self._over_budget = False  # said so
+        self.scratch = Scratch()
         self.known: set[Hashable] = set()
         self.memory: dict[Hashable, Any] = {}  # of exchanges
         self._parameters: dict[int, tuple[int, str | None]] = {}  # number, and text if encoded
+        self._names: list[str] = []
+        self._warned: set[str] = set()  # names of parameters that travel uncompressed
         self._plans: dict[tuple[int, ...], Plan] = {}
         self.turns: dict[int, int] = {}  # of parameters that come one by one
         self.lanes: tuple[Lane, ...] = lanes or ()
@@ -130,28 +159,96 @@ class HookState:
         layout = self._choose(module, policy)
         device = _device(module)
         self.lanes = self.lanes or make_lanes(group, device, timeout_s)
+        ranks = self.lanes[0].group.size()
+        self.alone = ranks == 1 and not self.even_alone
         settings = {
             "laconic": __version__,
             "codec": str(self.codec),
             "exchange": str(self.exchange),
             "warmup_steps": str(self.warmup_steps),
+            "verify": self.verify,
             "seed": str(self.seed),
             "parameters": "\n".join(layout),
         }
         agree(settings, self.lanes[0].group, device)
         for lane in self.lanes:
-            for _, way in self._pairs.values():
+            for own, way in self._pairs.values():
                 way.prepare(lane.group)
+                way.check_group(own, lane.group)
 
     def _choose(self, module: nn.Module, policy: Chooser) -> list[str]:
         """Ask the policy about every parameter; a line for each, to be compared between ranks."""
-        lines = []
+        lines, strange = [], []
         self._parameters.clear()
+        self._names = [name for name, _ in module.named_parameters()]
         for number, (name, parameter) in enumerate(module.named_parameters()):
             text = self._pairs.text(policy(name, parameter)) if parameter.requires_grad else None
+            if text is not None and not encodable(parameter):
+                text = None
+                strange += [f"{name} ({parameter.dtype})"] if parameter.numel() else []
             self._parameters[id(parameter)] = number, text
             lines.append(line(name, parameter, text))
+        trained = [one for one in module.parameters() if one.requires_grad]
+        self._weights = [weakref.ref(one) for one in trained]
+        self.order.know((self._parameters[id(one)][0], one) for one in trained)
+        self.draws = seed_of(self.seed, "\n".join(lines))
+        self._warn(strange, "their dtype cannot be encoded")
         return lines
+
+    def check_replicas(self, every: int = _CHECKED_EVERY) -> None:
+        """Compare the weights of all ranks every so many steps; 0 for never. On all ranks.
+
+        Eight bytes per rank travel. If they differ, `backward` raises `lc.ReplicaError` on all
+        ranks, which names those that differ from most.
+        """
+        if not isinstance(every, int) or isinstance(every, bool) or every < 0:
+            raise ConfigError(f"check_replicas: every must be an integer from 0, not {every!r}")
+        self._every = every
+
+    def replicas_due(self, step: int) -> bool:
+        """Whether weights are to be compared at this step."""
+        return bool(self._every) and step > 0 and step % self._every == 0
+
+    def compare_replicas(self, lane: Lane, step: int) -> None:
+        """In a lane's thread, before the step's last bucket ends: nobody changes weights yet."""
+        weights = [one for ref in self._weights if (one := ref()) is not None]
+        compare(digest(weights), lane.group, step)
+
+    def watch_budget(self, step: int) -> None:
+        """Say once if the error that was made has left the budget; it is looked at now and then."""
+        if self._over_budget or step % _LOOKED_EVERY != _LOOKED_EVERY - 1 or own_rank() != 0:
+            return
+        report = budget_report(self.memory)
+        if report is not None and report.mean > _TOLERATED * report.budget:
+            self._over_budget = True
+            worst = max(report.parameters, key=lambda one: one.mean)
+            _log.warning(
+                "the mean gradient's error is %.3g, and error=%g was asked for (worst: %s, %.3g): "
+                "leave max_bits= out, or give that parameter a codec of its own, "
+                "policy=lc.Policy(rules=..)",
+                report.mean,
+                report.budget,
+                self._names[worst.parameter] if worst.parameter < len(self._names) else "?",
+                worst.mean,
+            )
+
+    def warn_of_sparse(self, parameters: Sequence[Tensor]) -> None:
+        """Say once that sparse gradients travel as they are."""
+        numbers = [self._parameters[id(one)][0] for one in parameters]
+        names = [name for i, name in enumerate(self._names) if i in numbers]
+        self._warn(names, "their gradients are sparse; nn.Embedding(sparse=False) makes dense ones")
+
+    def _warn(self, names: Sequence[str], why: str) -> None:
+        new = [name for name in names if name not in self._warned]
+        self._warned.update(new)
+        if new and own_rank() == 0:
+            more = f" and {len(new) - 5} more" if len(new) > 5 else ""
+            _log.warning("uncompressed: %s%s: %s", ", ".join(new[:5]), more, why)
+
+    @property
+    def ranks(self) -> int | None:
+        """How many exchange gradients; None before they have met."""
+        return self.lanes[0].group.size() if self.lanes else None
 
     @property
     def encodes(self) -> bool:
@@ -168,7 +265,7 @@ class HookState:
             exchange_seconds=sum(lane.seconds for lane in self.lanes),
             wire_seconds=sum(lane.traffic.wire_seconds for lane in self.lanes),
             local_bytes=sum(lane.traffic.local_bytes for lane in self.lanes),
-            kappa=self.kappa.mean(),
+            **error_stats(self.memory),
             nesting_ratio=nested and nested.ratio,
             decode_failures=nested and nested.failures,
             correlation=nested and nested.correlation,
@@ -183,16 +280,20 @@ class HookState:
             lane.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved, on every rank, to go on exactly: steps, κ, and all memories."""
+        """What must be saved, on every rank, to go on exactly: steps, and all memories."""
         memories = {text: codec.state_dict() for text, codec in self._remembering()}
         return {
             "rank": own_rank(),
             "step": self.step,
             "turns": dict(self.turns),
+            "ranks": self.ranks,
+            "order": self.order.state_dict(),
             "codec": str(self.codec),
-            "kappa": self.kappa.state_dict(),
+            "budget": saved_budget(self.memory),
             "memory": memories,
-            "exchange memory": {key: _saved(kept) for key, kept in self.memory.items()},
+            "exchange memory": {
+                key: kept for key, kept in saved_memory(self.memory).items() if key != BUDGET
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -200,11 +301,14 @@ class HookState:
         if state["codec"] != str(self.codec):
             raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
         check_own(state, "memory", "exchange memory")
+        check_ranks(state, self.ranks, "memory", "exchange memory")
         self.step, self.turns = int(state["step"]), dict(state["turns"])
-        self.kappa.load_state_dict(state["kappa"])
+        if "order" in state:  # older states do not know it: their first step differs in rounding
+            self.order.load_state_dict(state["order"])
         for text, codec in self._remembering():
             codec.load_state_dict(state["memory"][text])
         self.memory = dict(state.get("exchange memory", {}))  # exchanges take up what is theirs
+        load_budget(self.memory, state.get("budget"))
 
     def _remembering(self) -> list[tuple[str, Any]]:
         return [(text, codec) for text, (codec, _) in self._pairs.items() if codec.remembers]
@@ -226,8 +330,9 @@ class HookState:
                     "the module that DDP wraps, all of it"
                 )
             number, text = self._parameters[id(parameter)]
-            by_text.setdefault(text, []).append(Piece(number, start, parameter.numel()))
-            start += parameter.numel()
+            count = real_numel(parameter)
+            by_text.setdefault(text, []).append(Piece(number, start, count))
+            start += count
         plain = tuple(by_text.pop(None, []))
         loads = [
             Load(*self._pairs[text], *_filled(pieces, plain))
@@ -241,14 +346,14 @@ def _device(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
+def encodable(parameter: Tensor) -> bool:
+    """Whether codecs take its gradient; all else travels as DDP would send it."""
+    return parameter.dtype in DTYPES and parameter.numel() > 0
+
+
 def _can_talk(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether there is a process group, and the model is where that takes tensors from."""
     return dist.is_initialized() and (device.type != "cpu" or dist.get_backend(group) != "nccl")
-
-
-def _saved(kept: Any) -> Mapping[str, Any]:
-    """What an exchange remembers; as it was loaded, if it was not used since."""
-    return kept if isinstance(kept, Mapping) else kept.state_dict()
 
 
 def _filled(

@@ -45,8 +45,13 @@ MAX_MAGNITUDE = (1 << 15) - 1  # integers are coded from int16
 CLIP = 15  # levels that the bitmap writes in unary
 TAIL_BITS = 15  # and the bits of what lies above
 LARGEST = 32000  # magnitude that ecdq's steps allow; one more after rounding
+SQUARED_STEP = 12 << 16  # the units of a block's expected error
 SAMPLE = 256  # blocks of a segment that ecdq looks at to find the step for an error
 EVALUATIONS = 8  # steps that it tries on them
+TOLERANCE = 1e-9  # of an error's limit: sums of floats are rounded
+LEVELS = 64  # binary exponents of blocks' energies that it tells apart
+SCALINGS = 4  # times that the step which is safe without looking is scaled up
+UNIT = 1 << 24  # weight of a block that is just not sampled for sure
 SCRATCH_WORDS = CHUNK + 64  # no coder writes more for a chunk before it gives up
 WORK_WORDS = SCRATCH_WORDS + CHUNK  # scratch of a coder: the stream, and whatever else it needs
 
@@ -91,27 +96,6 @@ def table(segments: tuple[int, ...]) -> Table:
     return Table(np.concatenate(start), np.concatenate(count), np.concatenate(segment))
 
 
-@lru_cache(maxsize=256)
-def sample_blocks(parts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """First elements (int64) and sizes (int32) of up to SAMPLE blocks of every segment.
-
-    Spread evenly, each at a hashed place within its share, so that no row length of a matrix can
-    hide from them.
-    """
-    start, size = [], []
-    first = 0
-    for length in parts:
-        blocks = -(-length // BLOCK)
-        taken = min(SAMPLE, blocks)
-        share = np.arange(taken + 1) * blocks // taken
-        place = (np.arange(taken, dtype=np.uint64) * 0x9E3779B1 & 0xFFFFFFFF) / 2.0**32
-        block = share[:-1] + (place * np.diff(share)).astype(np.int64)
-        start.append(first + block * BLOCK)
-        size.append(np.minimum(length - block * BLOCK, BLOCK).astype(np.int32))
-        first += length
-    return np.concatenate(start), np.concatenate(size)
-
-
 def plane_words(count: int, width: int) -> int:
     """Words of a chunk in plane form, its first word included."""
     return 1 + (-(-count // BLOCK) * LANES * (1 + width) if width else 0)
@@ -129,6 +113,27 @@ class Subtract(IntEnum):
     AUTO = 0
     ALWAYS = 1
     NEVER = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Budgets:
+    """What ecdq's steps tell its encoding, a value per segment.
+
+    Where the exact expected error of a segment is above its limit, its step is the safe one.
+    """
+
+    limit: Tensor  # float64, a squared error; infinite where nothing is checked
+    safe: Tensor  # float32, a step
+    costs: Tensor  # int64, two rows: scratch of kernels whose programs add up
+
+    @staticmethod
+    def of(segments: int, device: torch.device) -> Budgets:
+        """Room for them."""
+        return Budgets(
+            torch.empty(segments, dtype=torch.float64, device=device),
+            torch.empty(segments, dtype=torch.float32, device=device),
+            torch.empty((2, segments), dtype=torch.int64, device=device),
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from laconic.errors import ConfigError
 from laconic.lab._rates import Rate, rate_of
 from laconic.lab._tools import ip, tc
 
@@ -20,6 +21,7 @@ INTERFACE = "eth0"  # of every host, inside its namespace
 SWITCH = "switch"
 
 _SMALLEST, _LARGEST = 4 * 1024, 70 * 1024  # bytes of a burst: some packets; the largest one
+_LARGEST_BURST_KB = 1e6
 _LATENCY_MS = 50  # the longest that a packet waits in the queue
 
 
@@ -127,6 +129,8 @@ def _queue(rate_mbit: float | None, burst_kb: float | None) -> tuple[str, ...]:
     """What `tc` calls a queue of this rate."""
     if rate_mbit is None:
         return ("noqueue",)
+    if burst_kb is not None and not 0 < burst_kb <= _LARGEST_BURST_KB:
+        raise ConfigError(f"burst_kb is above 0 and up to {_LARGEST_BURST_KB:g}, not {burst_kb}")
     burst = burst_bytes(rate_mbit) if burst_kb is None else round(1024 * burst_kb)
     rate = ("rate", f"{round(rate_mbit * 1e6)}bit", "burst", f"{burst}b")
     return ("tbf", *rate, "latency", f"{_LATENCY_MS}ms")

@@ -19,12 +19,12 @@ from laconic.errors import ConfigError
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import lanes
 from laconic.exchanges._policy import Chooser
+from laconic.integrations._bucket_order import Bucket
 from laconic.integrations._choices import check_warmup
 from laconic.integrations._common import Stats
 from laconic.integrations._compress import check_free, not_parallel, unwrapped
-from laconic.integrations._ddp import comm_hook
+from laconic.integrations._ddp import comm_hook, exchange_bucket, raise_after_backward
 from laconic.integrations._fsdp import is_fsdp
-from laconic.integrations._kappa import Kappa
 from laconic.integrations._state import HookState
 from laconic.planner._auto_candidates import ERROR, families_of, group_of, measurable
 from laconic.planner._auto_course import MEASURED, Ask, Candidate, Course, Do, Field
@@ -111,7 +111,6 @@ class Auto:
             self._states[spec] = HookState(
                 module, spec, policy=policy, seed=seed, group=self._group, lanes=own
             )
-        self._kappa = Kappa()
         self._share_out()
         self._meter = Meter(self._device) if meter is None else meter
         self._size = self._group.size()
@@ -177,27 +176,32 @@ class Auto:
         self._states[choice].load_state_dict(state["hook"])
 
     def hand(self, bucket: Any) -> Future[Tensor]:
-        """Start a bucket's exchange."""
+        """Start the exchange of one of DDP's buckets."""
+        plain = self._states[PLAIN]
+        if bucket.index() == 0:
+            raise_after_backward(plain.lanes)
+        return plain.order.exchange(bucket, self._course.step + (self._do is None), self._hand)
+
+    def _hand(self, bucket: Bucket) -> Future[Tensor]:
+        """The strategy of the step takes a bucket."""
         buffer, last = bucket.buffer(), bucket.is_last()
-        if buffer.is_sparse:
-            raise ConfigError(
-                "sparse gradients cannot be compressed; use nn.Embedding(sparse=False)"
-            )
         do = self._do or self._begin()
-        if do.ask is not None:
+        if do.ask is not None and not buffer.is_sparse:
             self._measure_sizes(bucket)
         if last:
             self._meter.last()
             if do.ask is not None:
                 self._share(do, bucket)
             self._do = None
+        if buffer.is_sparse:
+            return self._sparse(bucket, last)
         if do.look:
             return self._look(bucket)
         if do.spec == PLAIN:
             return self._plain(buffer, last)
         state = self._states[do.spec]
         state.step = self._course.step
-        return comm_hook(state, bucket)
+        return exchange_bucket(state, bucket)
 
     def one_by_one(self, bucket: tuple[Tensor, Tensor]) -> Future[Tensor]:
         """A compiled DDP with the Python reducer has no buckets and no steps: plain means."""
@@ -224,6 +228,13 @@ class Auto:
         buffer.mul_(1 / self._size)
         added = self._group.allreduce([buffer]).get_future()
         return added.then(self._ended if last else _first)
+
+    def _sparse(self, bucket: Bucket, last: bool) -> Future[Tensor]:
+        """No strategy encodes it."""
+        done = exchange_bucket(self._states[PLAIN], replace(bucket, last=False))
+        if last:
+            done.add_done_callback(lambda _: self._meter.end())
+        return done
 
     def _ended(self, done: Future[list[Tensor]]) -> Tensor:
         self._meter.end()
@@ -278,7 +289,6 @@ class Auto:
         looking, self._looking = self._looking, None
         assert looking is not None
         looks = looking.wait()
-        self._kappa.load_state_dict({"used": looking.kappas(), "waiting": {}})
         encoded = sum(sizes[0] for sizes in self._sizes.values())
         rest = sum((every - part) * width for part, every, width in self._sizes.values())
         plain = sum(every * width for _, every, width in self._sizes.values())
@@ -298,10 +308,10 @@ class Auto:
         )
 
     def _share_out(self) -> None:
-        """One room for buffers, and what is known of gradients, for all strategies."""
-        scratch = Scratch()
+        """One room for buffers, and one order of buckets, for all strategies."""
+        scratch, order = Scratch(), self._states[PLAIN].order
         for state in self._states.values():
-            state.scratch, state.kappa = scratch, self._kappa
+            state.scratch, state.order = scratch, order
 
     def _let_go(self) -> None:
         """Buffers that the choice may not need, and the memories of all others."""

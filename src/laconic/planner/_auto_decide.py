@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from laconic.planner._mean_error import mean_error
+from laconic.planner._mean_error import LEAST_KAPPA, mean_error
 
 PLAIN = "none"  # plain DDP, by the name of its codec
 MARGIN = 0.03  # of a step: less is no difference
@@ -119,12 +119,12 @@ def exposed_enough(plain: Plain) -> bool:
 
 
 def kappa_of(squares: Table) -> float:
-    """κ = ‖mean‖²/(average ‖x_i‖²) from every rank's (‖x_i‖², ‖mean‖²); else 1/n, the worst."""
+    """κ = ‖mean‖²/(average ‖x_i‖²) from every rank's (‖x_i‖², ‖mean‖²); else 1/n, independent."""
     own = statistics.mean(rank[0] for rank in squares)
     mean = statistics.mean(rank[1] for rank in squares)
-    worst = 1 / len(squares)
-    kappa = mean / own if own > 0 else worst
-    return min(max(kappa, worst), 1.0) if math.isfinite(kappa) else worst
+    unknown = 1 / len(squares)
+    kappa = mean / own if 0 < own < math.inf else unknown
+    return min(max(kappa, LEAST_KAPPA), 1.0) if math.isfinite(kappa) else unknown
 
 
 def error_of(

@@ -17,8 +17,8 @@ from laconic._wire import Wire
 from laconic.codecs import Codec, Place
 from laconic.codecs._memory import Scratch
 from laconic.exchanges import Call, Exchange
+from laconic.exchanges._budget import typical_shares
 from laconic.exchanges._lane import Lane
-from laconic.exchanges._scatter_reduce import gain, kappa
 from laconic.exchanges._transport import gather_numbers, plain_mean
 from laconic.exchanges._wires import segments_of
 from laconic.integrations._ddp import gathered, start
@@ -45,7 +45,7 @@ class _Sample:
     ranks: int
     norms: tuple[Tensor | None, ...]  # all ranks' common scale, where a codec has one
     tensor: int  # its load's first parameter
-    kappa: float = 0.0
+    kappa: float = 0.0  # ‖mean‖²/‖own‖², 1/n if that is not known
 
 
 class Looking:
@@ -87,11 +87,6 @@ class Looking:
         own, mean = torch.stack(norms).square().sum(0).tolist() if norms else (0.0, 0.0)
         return own, mean
 
-    def kappas(self) -> dict[int, float]:
-        """κ of every load, for codecs with a budget."""
-        found = {tensor: norm.tolist() for tensor, norm in self._norms.items()}
-        return {tensor: kappa(own, mean, 0.0) for tensor, (own, mean) in found.items()}
-
     def _average(self, lane: Lane, buffer: Tensor, plan: Plan, largest: bool) -> None:
         start = time.perf_counter()
         call = Call(group=lane.group, traffic=lane.traffic)
@@ -125,11 +120,18 @@ class Looking:
     def _look(self) -> None:
         sample, self._sample = self._sample, None
         assert sample is not None
-        sample.kappa = self.kappas()[sample.tensor]
+        own, mean = self._norms[sample.tensor].tolist()
+        sample.kappa = _kappa(own, mean, sample.ranks)
         self._looks = [
             _look(codec, exchange, sample, norm, self._now)
             for (codec, exchange), norm in zip(self._pairs, sample.norms, strict=True)
         ]
+
+
+def _kappa(own: float, mean: float, ranks: int) -> float:
+    """‖mean‖²/‖own‖² from two-norms."""
+    value = (mean / own) ** 2 if own > 0 else 0.0
+    return min(value, 1.0) if value > 0 else 1 / ranks  # NaN is no value
 
 
 def _largest(plan: Plan) -> Load:
@@ -146,7 +148,7 @@ def _look(
 ) -> Look:
     """Encode as a rank does and as an owner does, where these differ, and decode."""
     n, x = sample.ranks, sample.values
-    rank, owner = codec.at_share(0.5 * gain(n * sample.kappa)), codec.at_share(0.5)
+    rank, owner = map(codec.at_share, typical_shares(n, sample.kappa))
     forms = [rank] if rank == owner or exchange.name in _DECODINGS else [rank, owner]
     space = Scratch()
     sizes, seconds, decoded = [], [], x.clone()

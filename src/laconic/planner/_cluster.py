@@ -158,7 +158,7 @@ class Workload:
     rest_s: float
     buckets: tuple[Bucket, ...]
     value_bytes: int = 4  # of a gradient's value: 4 in fp32, 2 in bf16 and fp16
-    kappa: float | None = None  # ‖mean‖²/average ‖gradient‖²; None: 1/n, the worst
+    kappa: float | None = None  # ‖mean‖²/average ‖gradient‖²; None: 1/n, independent
     skew_s: float = 0.0  # that the slowest rank is behind the mean when they meet, a step
 
     @property

@@ -1,8 +1,8 @@
 """The error of the mean that all ranks end with, from the error of one encoding.
 
 e and e' are E‖Q(x) - x‖²/‖x‖² of a worker's gradient and of the mean, κ = ‖mean‖²/(average
-‖x_i‖²), between 1/n (independent gradients) and 1 (equal ones). Draws of ranks are independent, so
-Σ_i e·‖x_i‖²/n² = e/(n·κ)·‖mean‖². NMSE of the mean:
+‖x_i‖²): 1 for equal gradients, 1/n for independent ones, less for such that cancel. Draws of ranks
+are independent, so Σ_i e·‖x_i‖²/n² = e/(n·κ)·‖mean‖². NMSE of the mean:
 
     allreduce, ring, allgather, sparse    e/(n·κ)          for allreduce e is at the levels of n
     scatter-reduce, nested                (n-1)/n·e/(n·κ) + e'      the owner's own is exact
@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import math
 
+LEAST_KAPPA = 2.0**-20  # an error that is a million times too large is large enough
+
 
 def mean_error(
     exchange: str,
@@ -30,11 +32,11 @@ def mean_error(
     per_node: int = 1,
     inner: str = "scatter-reduce",
 ) -> float:
-    """NMSE of the mean; κ = 1/n, the worst, where it is not known."""
-    kappa = 1 / workers if kappa is None else min(max(kappa, 1 / workers), 1.0)
+    """NMSE of the mean; κ = 1/n, as of independent gradients, where it is not known."""
+    kappa = 1 / workers if kappa is None else min(max(kappa, LEAST_KAPPA), 1.0)
     if exchange == "hierarchical":
         nodes = workers // per_node
-        common = (workers * kappa - 1) / (workers - 1) if workers > 1 else 1.0
+        common = max(0.0, workers * kappa - 1) / (workers - 1) if workers > 1 else 1.0
         between = kappa / (common + (1 - common) / per_node)
         return mean_error(inner, error, error_back, nodes, between) if nodes > 1 else 0.0
     shrunk = error / (workers * kappa)

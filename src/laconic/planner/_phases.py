@@ -1,20 +1,22 @@
 """Every exchange as works and moves: what a rank does with one bucket, one thing after another.
 
 n ranks, d values to encode, c = d/n a chunk, p plain values of 4 bytes; b and b' bits a value out
-and back, h = 64 bytes a header. E(v, k), D(v, k) encode and decode v values in k calls; A(s), X(s)
-and H(s) are all-reduce, swap and hop in which a rank sends s bytes. κ is not here: it changes b.
+and back, h = 64 + 16 bytes a header and a message's frame, f = 16 a frame alone. E(v, k), D(v, k)
+encode and decode v values in k calls; A(s), X(s) and H(s) are all-reduce, swap and hop in which a
+rank sends s bytes; S is a sum of 4(n+p) bytes in our own messages, at once or in two swaps (4p
+where there is no norm). κ is not here: it changes b.
 
     none       A(2(n-1)/n·w·d), w bytes a value
-    allreduce  [norm(d), A(2(n-1)/n·4(n+p)),] E(d, 1), A(2(n-1)/n·b·d/8), reduce(d), D(d, 1)
-    scatter-   E((n-1)c, n-1), [X(8(n-1)),] X((n-1)(b·c/8 + h) + 4p·(n-1)/n), D((n-1)c, n-1),
-    reduce     E(c, 1), [X(8(n-1)),] X((n-1)(b'·c/8 + h) + 4p·(n-1)/n), D(d, n)
+    allreduce  [norm(d),] S, E(d, 1), A(2(n-1)/n·(b·d/8 + 4n)), reduce(d), D(d, 1)
+    scatter-   E((n-1)c, n-1), [X(f(n-1)),] X((n-1)(b·c/8 + h) + 4p·(n-1)/n), D((n-1)c, n-1),
+    reduce     E(c, 1), [X(f(n-1)),] X((n-1)(b'·c/8 + h) + 4p·(n-1)/n), D(d, n)
     nested     as scatter-reduce
-    allgather  E(d, 1), [X(8(n-1)),] X((n-1)(b·d/8 + h + 4p)), D(n·d, n)
-    sparse     norm(d), A(..), as allgather
-    tree       norm(d), A(..), E(d, n), for rounds k = 0 .. ⌈log2 n⌉ - 1 with m_k chunks:
-               H(m_k·b·c/8), reduce(m_k·c);  X((n-1)(b·c/8 + h)), D(d, n)
-    ring       norm(d), A(..), E(c, 4), for hops k = 1 .. 2(n-1) of 4 pieces: H(w_k·c/8), then
-               E(c, 4) + reduce(c, 4) while k < n, D(c, 4) later
+    allgather  E(d, 1), [X(f(n-1)),] X((n-1)(b·d/8 + h + 4p)), D(n·d, n)
+    sparse     norm(d), S, as allgather
+    tree       norm(d), S, E(d, n), for rounds k = 0 .. ⌈log2 n⌉ - 1 with m_k chunks:
+               H(m_k·(b·c/8 + 64) + f), reduce(m_k·c);  X((n-1)(b·c/8 + h)), D(d, n)
+    ring       norm(d), S, E(c, 4), for hops k = 1 .. 2(n-1) of up to 4 pieces: H(w_k·c/8 + f each),
+               then E(c, 4) + reduce(c, 4) while k < n, D(c, 4) later
     hierarchi- X_in((L-1)/L·w·d), the inner exchange of d/L values among K nodes,
     cal        X_in((L-1)/L·w·d)
 
@@ -30,12 +32,16 @@ from functools import cache
 
 from laconic.errors import ConfigError
 from laconic.exchanges import pair
-from laconic.exchanges._ring import sum_bits
+from laconic.exchanges._allreduce import CHECK_BYTES
+from laconic.exchanges._frame import FRAME_BYTES
+from laconic.exchanges._ring import PIECE_VALUES, sum_bits
+from laconic.exchanges._transport import checked_sum_bytes, sums_at_once
 from laconic.planner._cluster import Cluster, CodecCost, Device, Links
 from laconic.planner._line import Line
 from laconic.planner._timeline import Move, Task, Work
 
-_HEADER = 64
+_WIRE_HEADER = 64
+_HEADER = _WIRE_HEADER + FRAME_BYTES
 _PIECES = 4  # of a ring's chunk
 
 Phases = list[Task]
@@ -91,7 +97,7 @@ def _allreduce(load: Load, links: Links, device: Device) -> Phases:
     return [
         *_norm_or_rest(load, links),
         Work(cost.encode.seconds(d)),
-        allreduce(cost.bits_out / 8 * d, links),
+        allreduce(cost.bits_out / 8 * d + CHECK_BYTES * links.ranks, links),
         Work(cost.reduce.seconds(d) + cost.decode.seconds(d)),
     ]
 
@@ -99,9 +105,17 @@ def _allreduce(load: Load, links: Links, device: Device) -> Phases:
 def _norm_or_rest(load: Load, links: Links) -> Phases:
     """The shared scale and plain values in one message, or plain values alone."""
     if load.shared_norm:
-        small = allreduce(4 * (links.ranks + load.plain), links)
-        return [Work(load.cost.norm.seconds(load.encoded)), small]
-    return [allreduce(4 * load.plain, links)] if load.plain else []
+        norm = Work(load.cost.norm.seconds(load.encoded))
+        return [norm, *_small_sum(4 * (links.ranks + load.plain), links)]
+    return _small_sum(4 * load.plain, links) if load.plain else []
+
+
+def _small_sum(nbytes: float, links: Links) -> Phases:
+    """In messages that can be checked."""
+    sent = checked_sum_bytes(nbytes, links.ranks)
+    if sums_at_once(nbytes, links.ranks):
+        return [_move(links.swap, sent)]
+    return [_move(links.swap, sent / 2)] * 2
 
 
 def _scatter_reduce(load: Load, links: Links, device: Device) -> Phases:
@@ -138,7 +152,7 @@ def gather(load: Load, links: Links) -> Phases:
 
 
 def _lengths(load: Load, links: Links) -> Phases:
-    return [_move(links.swap, 8 * (links.ranks - 1))] if load.varies else []
+    return [_move(links.swap, FRAME_BYTES * (links.ranks - 1))] if load.varies else []
 
 
 def _allgather(load: Load, links: Links, device: Device) -> Phases:
@@ -170,7 +184,7 @@ def _tree(load: Load, links: Links, device: Device) -> Phases:
     for stride in (1 << k for k in range(math.ceil(math.log2(n)))):
         chunks = len(range(stride, n, 2 * stride))
         found += [
-            _move(links.hop, chunks * (cost.bits_out / 8 * c + _HEADER)),
+            _move(links.hop, chunks * (cost.bits_out / 8 * c + _WIRE_HEADER) + FRAME_BYTES),
             Work(cost.reduce.seconds(chunks * c, chunks)),
         ]
     sent = (n - 1) * (cost.bits_out / 8 * c + _HEADER)
@@ -183,9 +197,11 @@ def _ring(load: Load, links: Links, device: Device) -> Phases:
     c = load.encoded / n
     adding = cost.encode.seconds(c, _PIECES) + cost.reduce.seconds(c, _PIECES)
     found = [*_norm_or_rest(load, links), Work(cost.encode.seconds(c, _PIECES))]
+    frames = FRAME_BYTES * min(_PIECES, math.ceil(c / PIECE_VALUES))
     for hop in range(1, 2 * n - 1):
         work = adding if hop < n else cost.decode.seconds(c, _PIECES)
-        found += [_move(links.hop, sum_bits(load.levels, min(hop, n)) / 8 * c), Work(work)]
+        sent = sum_bits(load.levels, min(hop, n)) / 8 * c + frames
+        found += [_move(links.hop, sent), Work(work)]
     return found
 
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from laconic._files import Kind, read_json, write_made
+from laconic._records import numbers, record
 from laconic._version import __version__
 from laconic.errors import ConfigError
 from laconic.exchanges._hierarchical import _team
 from laconic.exchanges._lane import lane_count
 from laconic.exchanges._nodes import agreed_nodes, device_of
 from laconic.planner._clock import Clock
-from laconic.planner._cluster import Bucket, Cluster, CodecCost, Device, Links, Workload
-from laconic.planner._line import Line
+from laconic.planner._cluster import Cluster, Links, Workload
 from laconic.planner._probe_codecs import Sample, probe_codec
 from laconic.planner._probe_device import probe_device
 from laconic.planner._probe_links import probe_links
@@ -50,27 +53,42 @@ class Probe:
     laconic: str = __version__
     format: int = _FORMAT
 
-    def save(self, path: str | Path) -> None:
-        """Write it; `load` reads it again, on any machine."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write it, whole or not at all; `load` reads it again, on any machine.
+
+        With `force` it replaces a file that is no probe.
+        """
+        write_made(path, json.dumps(asdict(self), indent=1) + "\n", Kind.PROBE, force=force)
 
     @staticmethod
     def load(path: str | Path) -> Probe:
         """ConfigError if the file is none of ours."""
         try:
-            return Probe.parse(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return Probe.parse(read_json(path))
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} is no probe: {error}; make one with laconic probe"
             ) from error
 
     @staticmethod
     def parse(found: dict[str, Any]) -> Probe:
-        """From what JSON holds."""
-        if found["format"] != _FORMAT:
-            raise ConfigError(f"a probe of format {found['format']}, not {_FORMAT}: probe anew")
-        workload = found["workload"] and _workload(found["workload"])
-        return Probe(**{**found, "cluster": _cluster(found["cluster"]), "workload": workload})
+        """From what JSON holds; ValueError says which value cannot be."""
+        if isinstance(found, dict) and found.get("format", _FORMAT) != _FORMAT:
+            other = shortened(found["format"])
+            raise ConfigError(f"a probe of format {other}, not {_FORMAT}: probe anew")
+        made: Probe = record(Probe, found)
+        for where, number in numbers(made):
+            if not 0 <= number < math.inf:
+                raise ValueError(f"{where} is {number}, not a number from 0 up")
+        levels = made.cluster.flat, made.cluster.inside, made.cluster.between
+        for links in filter(None, levels):
+            if links.ranks < 2 or not links.allreduce:
+                raise ValueError("links have two ranks or more, and lines of an all-reduce")
+        if made.cluster.lanes < 1:
+            raise ValueError(f"cluster.lanes is {made.cluster.lanes}, not 1 or more")
+        if made.workload is not None and not made.workload.buckets:
+            raise ValueError("workload.buckets is empty")
+        return made
 
 
 def probe(
@@ -137,36 +155,3 @@ def _machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads a rank"
-
-
-def _line(one: dict[str, Any]) -> Line:
-    return Line(**one)
-
-
-def _links(one: dict[str, Any] | None) -> Links | None:
-    if one is None:
-        return None
-    return Links(
-        ranks=one["ranks"],
-        allreduce=tuple(map(_line, one["allreduce"])),
-        swap=_line(one["swap"]),
-        hop=_line(one["hop"]),
-    )
-
-
-def _codec(one: dict[str, Any]) -> CodecCost:
-    lines = {name: _line(one[name]) for name in ("encode", "decode", "norm", "reduce")}
-    return CodecCost(**{**one, **lines})
-
-
-def _cluster(one: dict[str, Any]) -> Cluster:
-    parts = {name: _links(one[name]) for name in ("flat", "inside", "between")}
-    device = Device(**{**one["device"], "copy": _line(one["device"]["copy"])})
-    codecs = tuple(map(_codec, one["codecs"]))
-    return Cluster(**{**one, **parts, "device": device, "codecs": codecs})
-
-
-def _workload(one: dict[str, Any]) -> Workload:
-    known = {item.name for item in fields(Bucket)}
-    buckets = tuple(Bucket(**{name: bucket[name] for name in known}) for bucket in one["buckets"])
-    return Workload(**{**one, "buckets": buckets})

@@ -13,7 +13,7 @@ from torch import Tensor
 from laconic._key import Key
 from laconic.codecs import Codec, codec
 from laconic.exchanges import Call
-from laconic.exchanges._scatter_reduce import gain
+from laconic.exchanges._budget import typical_shares
 from laconic.exchanges._transport import sum_in_place
 from laconic.planner._clock import Clock
 from laconic.planner._cluster import CodecCost
@@ -40,7 +40,7 @@ class Sample:
 
     @staticmethod
     def gaussian(device: torch.device, workers: int) -> Sample:
-        """Independent values on all ranks, where no model is given: the worst κ."""
+        """Independent values on all ranks, where no model is given."""
         values = _most_values(device) // 4
         x = torch.randn(values, device=device)
         return Sample(x, x, (values,), 1 / workers)
@@ -60,7 +60,7 @@ def probe_codec(spec: str, sample: Sample, clock: Clock, patience_s: float) -> C
     own: Any = codec(spec)
     n = clock.group.size()
     sample = sample.head(min(_most_values(clock.device), sample.own.numel()))
-    first, back = own.at_share(0.5 * gain(n * sample.kappa)), own.at_share(0.5)
+    first, back = map(own.at_share, typical_shares(n, sample.kappa))
     workers = n if own.summable or hasattr(own, "reduce") else 1
     tool = _Tool(first, workers, clock)
     bits, error = tool.quality(sample.own, sample)

@@ -6,10 +6,13 @@ Pictures stay bytes, and become numbers batch by batch: CIFAR-10 is 0.6 GB as fl
 from __future__ import annotations
 
 import gzip
+import math
 import pickle
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import IO, Any
 
 import numpy as np
@@ -19,6 +22,8 @@ from torch import Tensor
 from laconic.errors import ConfigError
 
 _MOST_TESTS = 2000  # pictures: a race tests twenty times, and training waits
+_MOST_BYTES = 1 << 30  # of a file's values, unpacked: twenty times Fashion-MNIST's
+_CLASSES = 10
 _FASHION = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
 
 
@@ -92,7 +97,7 @@ def fashion_mnist(folder: Path | None = None) -> Data:
     given = folder or _FASHION
     for place in (given, given / "FashionMNIST" / "raw", given / "raw"):
         if _idx_file(place, "train-images-idx3-ubyte"):
-            return _data(*(_idx_part(place, part) for part in ("train", "t10k")))
+            return _data(place, *(_idx_part(place, part) for part in ("train", "t10k")))
     raise ConfigError(
         f"Fashion-MNIST is not in {given}: give --folder with its four idx files (train-images-"
         "idx3-ubyte.gz, ..) or torchvision's folder; Debian has them: apt install "
@@ -110,7 +115,7 @@ def cifar10(folder: Path | None = None) -> Data:
             if all(file.is_file() for file in files):
                 parts = [read(file) for file in files]
                 training = tuple(np.concatenate(arrays) for arrays in zip(*parts[:5], strict=True))
-                return _data((training[0], training[1]), parts[5])
+                return _data(place, (training[0], training[1]), parts[5])
     raise ConfigError(
         f"CIFAR-10 is not in {given}: give --folder with the batches of its Python or binary "
         "version (cifar-10-batches-py, as torchvision unpacks it)"
@@ -124,7 +129,19 @@ LOADERS: dict[str, Callable[[Path | None], Data]] = {
 }
 
 
-def _data(training: tuple[np.ndarray, np.ndarray], testing: tuple[np.ndarray, np.ndarray]) -> Data:
+def _data(
+    place: Path, training: tuple[np.ndarray, np.ndarray], testing: tuple[np.ndarray, np.ndarray]
+) -> Data:
+    for pictures, labels in (training, testing):
+        if not len(pictures) or len(pictures) != len(labels):
+            raise ConfigError(
+                f"the files in {place} hold {len(pictures)} pictures and {len(labels)} labels"
+            )
+        if labels.min() < 0 or labels.max() >= _CLASSES:
+            raise ConfigError(
+                f"the files in {place} have labels from {labels.min()} to {labels.max()}, not from "
+                f"0 to {_CLASSES - 1}"
+            )
     learnt = _scaled(*_tensors(*training))
     pictures, labels = _tensors(*testing)
     kept = Pictures(pictures=pictures, labels=labels, mean=learnt.mean, deviation=learnt.deviation)
@@ -152,8 +169,11 @@ def _idx_part(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
     pictures, labels = (
         _idx(folder, f"{name}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1")
     )
-    if pictures.ndim != 3 or len(pictures) != len(labels):
-        raise ConfigError(f"the files of {name} in {folder} do not fit together")
+    if pictures.shape[1:] != (28, 28) or labels.ndim != 1:
+        raise ConfigError(
+            f"{name} in {folder} has pictures of {pictures.shape} and labels of {labels.shape}, "
+            "not of (n, 28, 28) and (n,)"
+        )
     return pictures[:, None], labels
 
 
@@ -163,19 +183,30 @@ def _idx(folder: Path, name: str) -> np.ndarray:
     if file is None:
         raise ConfigError(f"{folder} has no {name}.gz")
     try:
-        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (OSError, EOFError) as error:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+            head = stream.read(4)
+            count = head[3] if head[:3] == b"\0\0\x08" and len(head) == 4 else 0
+            sizes = np.frombuffer(stream.read(4 * count).ljust(4 * count), ">u4").tolist()
+            expected = math.prod(sizes)  # of Python's integers, which do not wrap around
+            if not sizes or expected > _MOST_BYTES:
+                raise ConfigError(
+                    f"{file} is no idx file of bytes, or has too many: {shortened(sizes)}"
+                )
+            values = np.frombuffer(stream.read(expected + 1), np.uint8)
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
-    sizes = np.frombuffer(data[4 : 4 + 4 * data[3]], ">u4") if len(data) > 4 else np.empty(0)
-    values = np.frombuffer(data, np.uint8, offset=min(len(data), 4 + 4 * len(sizes)))
-    if data[:3] != b"\0\0\x08" or len(values) != np.prod(sizes.astype(np.int64)):
+    if len(values) != expected:
         raise ConfigError(f"{file} is no idx file of bytes, or was cut")
-    return values.reshape(*map(int, sizes)).copy()
+    return values.reshape(sizes).copy()
 
 
 def _records(file: Path) -> tuple[np.ndarray, np.ndarray]:
     """The binary version: a class and 3,072 values each."""
-    found = np.fromfile(file, np.uint8)
+    try:
+        with file.open("rb") as stream:
+            found = np.frombuffer(stream.read(_MOST_BYTES), np.uint8)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
     if len(found) % 3073:
         raise ConfigError(f"{file} was cut: its records have 3073 bytes")
     rows = found.reshape(-1, 3073)
@@ -184,12 +215,25 @@ def _records(file: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def _pickled(file: Path) -> tuple[np.ndarray, np.ndarray]:
     """The Python version: a pickled dictionary of arrays, and nothing else is let in."""
-    with file.open("rb") as stream:
-        try:
+    try:
+        with file.open("rb") as stream:
             found = _ArraysOnly(stream, encoding="bytes").load()
-            return found[b"data"].reshape(-1, 3, 32, 32).copy(), np.array(found[b"labels"])
-        except (pickle.UnpicklingError, EOFError, KeyError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{file} is no batch of CIFAR-10: {error}") from error
+        pictures, labels = found[b"data"], np.array(found[b"labels"])
+        _check_batch(pictures, labels, file.stat().st_size)
+    except Exception as error:  # a pickle's author chooses which
+        why = "it wants more memory than there is" if isinstance(error, MemoryError) else error
+        raise ConfigError(f"{file} is no batch of CIFAR-10: {why}") from error
+    return pictures.reshape(-1, 3, 32, 32).copy(), labels
+
+
+def _check_batch(pictures: Any, labels: np.ndarray, file_bytes: int) -> None:
+    """Shapes are only announced: what is not in the file must not be copied."""
+    if type(pictures) is not np.ndarray or pictures.dtype != np.uint8:
+        raise ValueError("its data is no array of bytes")
+    if pictures.ndim != 2 or pictures.shape[1] != 3072 or pictures.nbytes > file_bytes:
+        raise ValueError(f"its data has the shape {pictures.shape}, in {file_bytes} bytes")
+    if labels.dtype.kind not in "iu" or labels.shape != pictures.shape[:1]:
+        raise ValueError(f"its labels are {labels.dtype} of {labels.shape}, not one for a picture")
 
 
 class _ArraysOnly(pickle.Unpickler):

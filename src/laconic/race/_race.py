@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from laconic import lab
+from laconic._files import Kind, check_target
 from laconic._host import processor
 from laconic._key import Key
 from laconic.codecs import codec
@@ -59,14 +60,20 @@ def race(
     folder: Path | None = None,
     save: Path | None = None,
     watcher: Watcher | None = None,
+    force: bool = False,
 ) -> Race:
-    """Race; with `save`, keep what was found there, and go on from it."""
+    """Race; with `save`, keep what was found there, and resume from it.
+
+    A file there that is no race is an error; with `force` it is replaced.
+    """
     watch = watcher or Watcher()
-    kept = _kept(save, settings) if save else None
+    kept = _kept(save, settings, force) if save else None
     done = {lane.name for lane in kept.lanes} if kept else set()
     left = [one for one in entries if one.name not in done]
     if kept and not left:
         return kept
+    if save:
+        check_target(save, Kind.RACE, force=force)
     data = load(settings.data, folder)  # what is wrong with it is better said here than by ranks
     counts = {"training": len(data.training), "testing": len(data.testing)}
     lacking = lab.missing()
@@ -99,7 +106,7 @@ def race(
             found = replace(found, lanes=(*found.lanes, lane))
             found = replace(found, verdict=verdict(found))
             if save:
-                found.save(save)
+                found.save(save, force=force)
             watch.ended(found)
     return found
 
@@ -175,11 +182,16 @@ class _Track:
         return steps * 2 * (n - 1) / n * 4 * values
 
 
-def _kept(path: Path, settings: Settings) -> Race | None:
+def _kept(path: Path, settings: Settings, force: bool) -> Race | None:
     """What an earlier race left, if it was the same one."""
-    if not path.exists():
+    if not path.is_file() or not path.stat().st_size:
         return None
-    kept = Race.load(path)
+    try:
+        kept = Race.load(path)
+    except ConfigError:
+        if force:
+            return None
+        raise
     old, new = asdict(kept.settings), asdict(settings)
     differing = [f"{name} {old[name]}, not {new[name]}" for name in old if old[name] != new[name]]
     if differing:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
-from laconic._host import write_whole
+from laconic._files import Kind, read_json, write_made
+from laconic._records import record
 from laconic._version import __version__
 from laconic.errors import ConfigError
 from laconic.lab._rates import parse_rates
@@ -143,37 +146,32 @@ class Race:
             return point.seconds
         return None if lane.predicted_step_s is None else point.step * lane.predicted_step_s
 
-    def save(self, path: str | Path) -> None:
-        """Write it, whole or not at all; `load` reads it again."""
-        write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write it, whole or not at all; `load` reads it again.
+
+        With `force` it replaces a file that is no race.
+        """
+        write_made(path, json.dumps(asdict(self), indent=1) + "\n", Kind.RACE, force=force)
 
     @staticmethod
     def load(path: str | Path) -> Race:
         """ConfigError if the file is none of ours."""
         try:
-            return Race.parse(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return Race.parse(read_json(path))
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} is no race: {error}; laconic race --save makes one"
             ) from error
 
     @staticmethod
     def parse(found: dict[str, Any]) -> Race:
-        """From what JSON holds."""
-        if found["format"] != _FORMAT:
-            raise ConfigError(f"a race of format {found['format']}, not {_FORMAT}: race anew")
-        return Race(
-            **{
-                **found,
-                "settings": Settings(**found["settings"]),
-                "machine": Machine(**found["machine"]),
-                "task": Task(**found["task"]),
-                "lanes": tuple(map(_lane, found["lanes"])),
-                "codecs": tuple(Quantized(**one) for one in found["codecs"]),
-            }
-        )
-
-
-def _lane(found: dict[str, Any]) -> Lane:
-    points = tuple(Point(**one) for one in found["points"])
-    return Lane(**{**found, "points": points, "parts": Parts(**found["parts"])})
+        """From what JSON holds; ValueError says which value cannot be."""
+        if isinstance(found, dict) and found.get("format", _FORMAT) != _FORMAT:
+            other = shortened(found["format"])
+            raise ConfigError(f"a race of format {other}, not {_FORMAT}: race anew")
+        made: Race = record(Race, found)
+        for lane in made.lanes:
+            steps = [point.step for point in lane.points]
+            if not steps or steps[0] < 0 or any(a >= b for a, b in pairwise(steps)):
+                raise ValueError(f"the points of {lane.name!r} are not in the order of their steps")
+        return made

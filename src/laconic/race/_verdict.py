@@ -16,6 +16,8 @@ def seconds_to_target(race: Race, lane: Lane) -> float | None:
 
 def verdict(race: Race) -> str:
     """The strategy that was first, beside plain DDP."""
+    if not race.lanes:
+        return "No strategy has been raced yet."
     goal = f"{100 * race.settings.target:g}%"
     times = {lane.name: seconds_to_target(race, lane) for lane in race.lanes}
     arrived = {name: s for name, s in times.items() if s is not None}

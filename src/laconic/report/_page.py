@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from laconic._host import write_whole
+from laconic._files import Kind, write_made
 from laconic.errors import ConfigError
 from laconic.race._result import Race
 from laconic.report import _tables as tables
@@ -33,9 +33,12 @@ _DOCUMENTS = (
 )
 
 
-def write(race: Race, path: str | Path) -> None:
-    """The report of a race, finished or not, as one file; whole or not at all."""
-    write_whole(path, html(race))
+def write(race: Race, path: str | Path, *, force: bool = False) -> None:
+    """The report of a race, finished or not, as one file; whole or not at all.
+
+    With `force` it replaces a file that is no page of laconic's.
+    """
+    write_made(path, html(race), Kind.PAGE, force=force)
 
 
 def html(race: Race) -> str:

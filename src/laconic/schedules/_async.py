@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.codecs import Codec
@@ -20,7 +21,6 @@ from laconic.schedules._masters import PLAIN
 from laconic.schedules._module import whole
 from laconic.schedules._ssd_checks import check_given, chosen_codec, chosen_pull_codec
 from laconic.server._arrivals import Delays
-from laconic.server._flat import Flat
 from laconic.server._link import Flag, Frame, Kind
 from laconic.server._remote import Push, Remote, Vectors, flags_of
 from laconic.server._roles import Roles
@@ -92,8 +92,7 @@ class AsyncSGD(FlatOptimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer, roles = optimizer, Roles(group, servers, timeout_s)
         self._roles, self._lane, self._traffic = roles, roles.lane, roles.traffic
-        self.flat = Flat(self.param_groups, model, servers)
-        self._begin(model, roles.group)
+        self._begin(model, roles.group, servers)
         self.serves = roles.serves  # this rank keeps weights: call serve()
         self._skipped, self._delays, self._plain_bytes = [0, 0], Delays(), 0
         if self.serves:
@@ -193,6 +192,16 @@ class AsyncSGD(FlatOptimizer):
             plain_bytes=self._plain_bytes,
             wire_seconds=traffic.wire_seconds,
         )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """On a server before `serve`; on a worker between steps: its weights are the servers'."""
+        super().load_state_dict(state_dict)
+        if not self.serves:
+            self.flat.write(self._own)
+
+    @property
+    def _own_weights(self) -> Tensor:
+        return self._own
 
     def _settings(self) -> dict[str, str]:
         return {**super()._settings(), "max_delay": str(self.max_delay)}

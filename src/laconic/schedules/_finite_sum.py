@@ -12,10 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import TensorDataset, default_collate
 
-from laconic._wire import DTYPES
 from laconic.codecs import Place
 from laconic.errors import ConfigError
 from laconic.schedules._module import check_module
+from laconic.server._parameters import Trained
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -25,8 +25,9 @@ class FiniteSum:
 
     def __init__(self, model: nn.Module, loss: Loss, data: Any) -> None:
         self._model, self._loss, self._samples = model, loss, _Samples(data)
-        self.check()
-        self._parameters = _trainable(model)
+        _check_model(model)
+        self._trained = Trained(self._groups(), model, "QSVRG")
+        self._parameters = [p for _, p in self._trained.named]
         self._sizes = [p.numel() for p in self._parameters]
         self.device, self.numel = self._parameters[0].device, sum(self._sizes)
         self.places = tuple(
@@ -80,8 +81,12 @@ class FiniteSum:
         return True
 
     def check(self) -> None:
-        """ConfigError for a module that changes its terms, or that others exchange."""
+        """ConfigError for a module that changes its terms, or what it trains."""
         _check_model(self._model)
+        self._trained.check(self._groups())
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [{"params": list(self._model.parameters())}]
 
     @contextmanager
     def without_draws(self) -> Iterator[None]:
@@ -155,20 +160,6 @@ def _check_layer(name: str, layer: nn.Module) -> None:
             f"{name} draws at random, so that a sample's loss is another function each time and "
             "the losses are no finite sum: use model.eval(), or p=0"
         )
-
-
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    found = [p for p in model.parameters() if p.requires_grad]
-    if not found:
-        raise ConfigError("the model has no parameters that require a gradient")
-    if len({p.device for p in found}) > 1:
-        raise ConfigError("QSVRG takes a model on one device; its parameters are on several")
-    for p in found:
-        if p.dtype not in DTYPES:
-            raise ConfigError(
-                f"QSVRG takes float32, float16 or bfloat16 parameters, not {p.dtype}: model.float()"
-            )
-    return found
 
 
 def _generators(device: torch.device) -> list[Tensor]:

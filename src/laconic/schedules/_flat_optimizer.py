@@ -15,14 +15,15 @@ from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import Lane
-from laconic.schedules._module import same_start
+from laconic.schedules._module import load_buffers, own_buffers, same_start
 from laconic.schedules._ssd_checks import check_identity
 from laconic.server._chunk import Chunk
 from laconic.server._flat import Flat
 from laconic.server._keeper import Keeper
+from laconic.server._parameters import Trained
 from laconic.server._roles import Roles
 from laconic.server._serving import ServerStats, Serving
-from laconic.server._shard import settings_of
+from laconic.server._shard import check_optimizer, settings_of
 
 
 class FlatOptimizer(Optimizer):
@@ -36,16 +37,21 @@ class FlatOptimizer(Optimizer):
     seed: int
     serves: bool  # this rank keeps weights for the others: call serve()
     _serving: Serving  # where `serves`
+    _trained: Trained
+    _model: nn.Module
     _lane: Lane
     _roles: Roles | None
-    _rank: int
     _steps: int
     _away: bool  # this worker has left
     _swapped: bool  # the model shows global weights
 
-    def _begin(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def _begin(self, model: nn.Module, group: dist.ProcessGroup, owners: int) -> None:
         """All ranks have the same settings, or all raise; then they have the same weights."""
-        self._rank, self._steps, self._away, self._swapped = group.rank(), 0, False, False
+        name = type(self).__name__
+        self._model, self._trained = model, Trained(self.param_groups, model, name)
+        self._trained.check_dense(model, name)
+        self.flat = Flat(self._trained, owners)
+        self._steps, self._away, self._swapped = 0, False, False
         more = {
             "laconic": __version__,
             "groups": str(settings_of(self.param_groups)),
@@ -72,11 +78,11 @@ class FlatOptimizer(Optimizer):
 
     def _identity(self) -> dict[str, str]:
         """What a saved state must agree with."""
-        of_rank = {"values": self.flat.numel, "ranks": self._lane.size, "rank": self._rank}
+        of_rank = {"values": self.flat.numel, "ranks": self._lane.size, "rank": self._lane.rank}
         return {**self._settings(), **{name: str(value) for name, value in of_rank.items()}}
 
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Of a server: weights, optimizer and updates. Of a worker: steps and a codec's memory."""
+        """Of a server: weights, optimizer and updates. Of a worker: steps, buffers, memories."""
         if self.serves:
             return {"identity": self._identity(), "serving": self._serving.state_dict()}
         codec: Any = self.codec
@@ -85,11 +91,12 @@ class FlatOptimizer(Optimizer):
             "step": self._steps,
             "memory": codec.state_dict() if codec.remembers else None,
             "param_groups": settings_of(self.param_groups),
+            "buffers": own_buffers(self._model),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """On a server before `serve`; on a worker at any time between steps."""
-        check_identity(self._identity(), state_dict["identity"])
+        check_identity(self._identity(), state_dict)
         if self.serves:
             self._serving.load_state_dict(state_dict["serving"])
             return
@@ -99,6 +106,7 @@ class FlatOptimizer(Optimizer):
             codec.load_state_dict(state_dict["memory"])
         for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(settings)
+        load_buffers(self._model, state_dict["buffers"])
 
     def close(self) -> None:
         """Give threads, connections and process groups back; on all ranks, behind the last step.
@@ -143,13 +151,22 @@ class FlatOptimizer(Optimizer):
         self._check_worker("step()")
         if self._swapped:
             raise ConfigError("step() inside global_weights(): leave the with block first")
-        trained = sum(p.requires_grad for group in self.param_groups for p in group["params"])
-        if trained != len(self.flat.parameters):
-            raise ConfigError(
-                "the optimizer's trainable parameters have changed: freeze, unfreeze and add "
-                "parameters before making the schedule"
-            )
+        self._follow_optimizer()
+        self.flat.check_shown(self._own_weights)
         self.optimizer._opt_called = True  # pyright: ignore (schedulers of its own look at this)
+
+    def _follow_optimizer(self) -> None:
+        """Its parameter groups are new objects after its load_state_dict, with other settings."""
+        inner = self.optimizer.param_groups
+        self._trained.check(inner)
+        if any(own is not group for own, group in zip(self.param_groups, inner, strict=True)):
+            check_optimizer(self.optimizer)
+            self.param_groups[:] = inner
+
+    @property
+    def _own_weights(self) -> Tensor:
+        """What the model was last given."""
+        raise NotImplementedError
 
     @contextmanager
     def _showing(self, weights: Tensor, own: Callable[[], Tensor]) -> Iterator[None]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from laconic._version import __version__
 from laconic.codecs import Codec
@@ -17,13 +18,16 @@ from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, pair
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import Lane, own_group
+from laconic.exchanges._ledger import error_stats
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.exchanges._ratio import HasRatio
 from laconic.schedules._local_checks import check, delay_of
 from laconic.schedules._local_mean import Mean, Route
-from laconic.schedules._local_vector import Vector, forget_broken
-from laconic.schedules._module import same_start, whole
+from laconic.schedules._local_vector import Vector, forget_broken, statistics
+from laconic.schedules._module import load_buffers, own_buffers, same_start, whole
 from laconic.schedules._outer import Outer
+from laconic.schedules._ssd_checks import check_identity
+from laconic.server._parameters import Trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,12 @@ class LocalStats(HasRatio):
     plain_bytes: int  # what synchronous fp32 DDP would have sent, in a ring
     wire_seconds: float  # in collectives, waiting for other ranks included
     local_bytes: int = 0  # inside nodes, where the exchange knows them; not in sent_bytes
-    kappa: float | None = None  # ‖mean‖²/‖own progress‖², where a budget made it worth measuring
+    # of codecs with a budget: expected relative squared error of the mean progress, of parameters
+    error_budget: float | None = None  # what was asked for
+    error_mean: float | None = None  # over parameters and exchanges
+    error_largest: float | None = None  # of any parameter at any exchange
+    exact_means: int | None = None  # how often only the exact mean could keep the budget
+    kappa: float | None = None  # ‖mean‖²/average ‖progress‖², where there is a budget
 
 
 class LocalSGD(torch.optim.Optimizer):
@@ -110,21 +119,33 @@ class LocalSGD(torch.optim.Optimizer):
         self.delay = delay_of(overlap, overlap_steps, self.period)
         if not dist.is_initialized():
             raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
-        self._vector = Vector(optimizer, model, policy or Policy(), buffers)
+        self._model = model
+        self._trained = Trained(optimizer.param_groups, model, "LocalSGD")
+        if warmup_steps:
+            self._trained.check_dense(model, "warm-up")
+        self._vector = Vector(self._trained, model, policy or Policy())
         self._lane = Lane(own_group(group, timeout_s))
-        self._agree()
+        self._agree(buffers)
         self.exchange.prepare(self._lane.group)
         same_start(model, self._lane.group)
-        self._base = self._vector.read(self._vector.empty())  # x_t, and the common buffers
-        self._start = self._base.clone()  # own progress is counted from here
-        self._message = self._vector.empty()
-        self._momentum = torch.zeros_like(self._base[: self._vector.weights.numel if outer else 0])
-        self._count = sum(len(group["params"]) for group in optimizer.param_groups)
         self._step = self._since_made = self._exchanges = self._skipped = 0
-        route = Route(self.codec, self.exchange, seed, self._vector.encoded, self._vector.places)
+        self._exchanges_buffers = buffers
+        self._begin(statistics(model) if buffers else [])
+        # until the first step: what the model's parameters must still be
+        self._untouched: list[Tensor] | None = self._vector.weight_parts(self._start)
+
+    def _begin(self, buffers: Sequence[str]) -> None:
+        """Vectors that hold the model as it is now, with these buffers."""
+        own = self._vector
+        own.include(buffers)
+        self._base = own.read(own.empty())  # x_t, and the common buffers
+        self._start = self._base.clone()  # own progress is counted from here
+        self._message = own.empty()
+        self._momentum = torch.zeros_like(own.split(self._base)[0][: None if self.outer else 0])
+        route = Route(self.codec, self.exchange, self.seed, own.encoded, own.places)
         self._mean = Mean(self._message, route, self._lane)
 
-    def _agree(self) -> None:
+    def _agree(self, buffers: bool) -> None:
         settings = {
             "laconic": __version__,
             "codec": str(self.codec),
@@ -134,6 +155,7 @@ class LocalSGD(torch.optim.Optimizer):
             "warmup_steps": str(self.warmup_steps),
             "overlap_steps": str(self.delay),
             "seed": str(self.seed),
+            "buffers": str(buffers),
             "parameters": "\n".join(self._vector.lines),
         }
         agree(settings, self._lane.group, self._vector.device)
@@ -159,6 +181,10 @@ class LocalSGD(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step of this rank; at the end of a period, or in warm-up, with all others."""
+        self._trained.check(self.param_groups)
+        if self._untouched is not None:
+            self._vector.check_values(self._untouched)
+            self._untouched = None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -172,6 +198,10 @@ class LocalSGD(torch.optim.Optimizer):
             else:
                 self._alone(fine)
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: what travels was settled when the schedule was made."""
+        raise ConfigError("add parameter groups to the optimizer before making LocalSGD")
 
     def _unscaled(self) -> bool:
         """Take GradScaler's scale out of the gradients; whether it found them finite."""
@@ -212,8 +242,6 @@ class LocalSGD(torch.optim.Optimizer):
 
     def _depart(self) -> None:
         """Send the progress since the last boundary."""
-        if sum(len(group["params"]) for group in self.param_groups) != self._count:
-            raise ConfigError("parameters changed: make LocalSGD when all are in its optimizer")
         torch.sub(self._start, self._vector.read(self._message), out=self._message)
         if self.delay:
             self._vector.weights.read(self._vector.split(self._start)[0])
@@ -266,6 +294,7 @@ class LocalSGD(torch.optim.Optimizer):
         """Bring all ranks to common weights now, in the middle of a period, too; on all ranks."""
         if self._step < self.warmup_steps:
             return
+        self._untouched = None
         with torch.no_grad():
             if self._mean.under_way:
                 self._land()
@@ -307,41 +336,57 @@ class LocalSGD(torch.optim.Optimizer):
             plain_bytes=ring * self._since_made,
             wire_seconds=traffic.wire_seconds,
             local_bytes=traffic.local_bytes,
-            kappa=self._mean.kappa or None,
+            **error_stats(self._mean.memory),
         )
 
+    def _identity(self) -> dict[str, str]:
+        """What a saved state must agree with."""
+        return {
+            "codec": str(self.codec),
+            "ranks": str(self._lane.size),
+            "rank": str(self._lane.rank),
+            "warmup_steps": str(self.warmup_steps),
+            "overlap_steps": str(self.delay),
+            "outer": type(self.outer).__name__ if self.outer else "None",
+            "buffers": str(self._exchanges_buffers),
+            "parameters": "\n".join(self._vector.lines),
+        }
+
     def state_dict(self) -> dict[str, Any]:
-        """All that must be saved, on every rank, beside the rank's own model, to go on exactly.
+        """All that must be saved, on every rank, to go on exactly; its own weights are in it.
 
         Waits for an exchange that is under way. The optimizer inside is part of it.
         """
         return {
-            "codec": str(self.codec),
+            "identity": self._identity(),
+            "mean": self._mean.state_dict(),  # first: it waits
             "step": self._step,
             "exchanges": self._exchanges,
             "skipped": self._skipped,
+            "exchanged buffers": list(self._vector.buffer_names),
+            "weights": {name: p.detach().clone() for name, p in self._vector.named},
+            "buffers": own_buffers(self._model, self._vector.buffer_names),
             "base": self._base.clone(),
             "start": self._start.clone(),
             "momentum": self._momentum.clone(),
-            "mean": self._mean.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Go on from a state_dict; load the rank's own model beside it."""
+        """Resume from this rank's state_dict, to the bit; the model gets this rank's weights."""
         state = state_dict
-        if state["codec"] != str(self.codec):
-            raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
-        for name in ("base", "start", "momentum"):
-            own = getattr(self, f"_{name}")
-            if state[name].numel() != own.numel():
-                raise ConfigError(
-                    f"this state's {name} has {state[name].numel()} values, not {own.numel()}: it "
-                    "is of another model, or of another choice of buffers= or outer="
-                )
-        self._mean.load_state_dict(state["mean"])
+        check_identity(self._identity(), state)
+        with torch.no_grad():
+            if self._mean.under_way:
+                self._mean.wait()  # nobody needs it any more, but all ranks have begun it
+            load_buffers(self._model, state["buffers"])
+            self._untouched = [state["weights"][name] for name, _ in self._vector.named]
+            self._vector.set_values(self._untouched)
+            if state["exchanged buffers"] != self._vector.buffer_names:
+                self._begin(state["exchanged buffers"])  # others were finite then
+            self._mean.load_state_dict(state["mean"])
+            for name in ("base", "start", "momentum"):
+                getattr(self, f"_{name}").copy_(state[name])
         self._step, self._exchanges = int(state["step"]), int(state["exchanges"])
         self._skipped = int(state["skipped"])
-        for name in ("base", "start", "momentum"):
-            getattr(self, f"_{name}").copy_(state[name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch keeps its tensors

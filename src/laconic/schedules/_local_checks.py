@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
 
@@ -17,6 +19,12 @@ def check(optimizer: object, model: nn.Module, outer: object) -> None:
         raise ConfigError(
             "LocalSGD wraps a torch optimizer, such as SGD or AdamW, not "
             f"{type(optimizer).__name__}"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__} evaluates its closure several times in a step, which "
+            "LocalSGD does once: use an optimizer whose step() needs none, such as SGD or AdamW"
         )
     if outer is not None and not isinstance(outer, Outer):
         raise ConfigError(

@@ -12,6 +12,8 @@ from laconic._wire import DTYPES
 from laconic.codecs import Place
 from laconic.errors import ConfigError
 from laconic.exchanges._policy import Chooser
+from laconic.server._flat import same_values
+from laconic.server._parameters import Named, Trained, sparse
 
 
 class Pack:
@@ -43,21 +45,18 @@ class Pack:
 class Vector:
     """Where the tensors of a model lie: parameters to encode, plain ones, then buffers.
 
-    Parameters are those that the optimizer has. Buffers are those of floating point that are finite
-    now: a mask of -inf, or an observer that has seen nothing yet, has no mean.
+    Parameters are those that the optimizer trains. Buffers are given by name, by `include`.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, policy: Chooser, buffers: bool
-    ) -> None:
-        named = _trained(optimizer, model)
+    def __init__(self, trained: Trained, model: nn.Module, policy: Chooser) -> None:
+        named = _in_order(trained, model)
         choices = [_choice(policy, name, parameter) for name, parameter in named]
         encoded = [one for one, choice in zip(named, choices, strict=True) if choice]
         plain = [one for one, choice in zip(named, choices, strict=True) if not choice]
-        statistics = _statistics(model) if buffers else []
-        self.trained = [parameter for _, parameter in (*encoded, *plain)]
+        self._model, self.named = model, (*encoded, *plain)
+        self.trained = [parameter for _, parameter in self.named]
         self.weights = Pack(lambda: [parameter.detach() for parameter in self.trained])
-        self.buffers = Pack(lambda: [model.get_buffer(name).detach() for name, _ in statistics])
+        self.include([])
         self.encoded = sum(parameter.numel() for _, parameter in encoded)
         self.device = self.trained[0].device
         self.places = tuple(
@@ -66,9 +65,14 @@ class Vector:
         )
         self.lines = [
             f"{name} {tuple(tensor.shape)} {tensor.dtype} {said}"
-            for said, some in (("encoded", encoded), ("plain", plain), ("buffer", statistics))
+            for said, some in (("encoded", encoded), ("plain", plain))
             for name, tensor in some
         ]
+
+    def include(self, buffers: Sequence[str]) -> None:
+        """Which buffers are exchanged; vectors have another length from here on."""
+        model, self.buffer_names = self._model, list(buffers)
+        self.buffers = Pack(lambda: [_buffer(model, name) for name in self.buffer_names])
 
     def empty(self) -> Tensor:
         """A vector, all zero."""
@@ -92,16 +96,32 @@ class Vector:
         self.weights.write(weights)
         self.buffers.write(buffers)
 
+    def weight_parts(self, flat: Tensor) -> list[Tensor]:
+        """A vector's weights, in the shapes of the parameters."""
+        return self.weights.parts(self.split(flat)[0])
+
+    def set_values(self, values: Sequence[Tensor]) -> None:
+        """The parameters ← values."""
+        _copy(self.weights.tensors(), values)
+
+    def check_values(self, values: Sequence[Tensor]) -> None:
+        """ConfigError unless these are the parameters' values, in their dtypes."""
+        for (name, p), value in zip(self.named, values, strict=True):
+            if not same_values(p.detach(), value):
+                raise ConfigError(
+                    f"{name} was changed after LocalSGD was made, or after its state was loaded, "
+                    "and would count as this rank's progress: load weights before making LocalSGD; "
+                    "its own state_dict() has this rank's"
+                )
+
     def read_gradients(self, out: Tensor) -> None:
         """out ← gradients; one that is not there counts as zero."""
-        for part, parameter in zip(self.weights.parts(out), self.trained, strict=True):
+        for part, (name, parameter) in zip(self.weights.parts(out), self.named, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 part.zero_()
             elif gradient.is_sparse:
-                raise ConfigError(
-                    "sparse gradients cannot be averaged in warm-up; use nn.Embedding(sparse=False)"
-                )
+                raise ConfigError(sparse(name, "warm-up"))
             else:
                 part.copy_(gradient)
 
@@ -121,26 +141,10 @@ def forget_broken(state: Mapping[Any, Any]) -> None:
             own.clear()
 
 
-def _trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The model's parameters that the optimizer has, in the model's order."""
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = [(name, p) for name, p in model.named_parameters() if id(p) in own]
-    if len(named) < len(own):
-        raise ConfigError(
-            f"the optimizer has {len(own) - len(named)} parameters that are not in the model; give "
-            "LocalSGD the module that they all belong to"
-        )
-    for name, p in named:
-        if p.dtype not in DTYPES:
-            raise ConfigError(
-                f"{name} is {p.dtype}; parameters of float32, float16 or bfloat16 can be exchanged"
-            )
-    if len({p.device for _, p in named}) > 1:
-        raise ConfigError("the model is on several devices; put it on one on each rank")
-    filled = [(name, p) for name, p in named if p.numel()]
-    if not filled:
-        raise ConfigError("the optimizer has no parameters with values")
-    return filled
+def _in_order(trained: Trained, model: nn.Module) -> list[Named]:
+    """The trained parameters that have values, in the model's order."""
+    own = {id(p) for _, p in trained.named}
+    return [(name, p) for name, p in model.named_parameters() if id(p) in own and p.numel()]
 
 
 def _choice(policy: Chooser, name: str, parameter: nn.Parameter) -> bool:
@@ -152,12 +156,25 @@ def _choice(policy: Chooser, name: str, parameter: nn.Parameter) -> bool:
     return choice
 
 
-def _statistics(model: nn.Module) -> list[tuple[str, Tensor]]:
+def statistics(model: nn.Module) -> list[str]:
+    """Names of buffers of floating point that are finite now.
+
+    A mask of -inf, or an observer that has seen nothing yet, has no mean.
+    """
     return [
-        (name, buffer)
+        name
         for name, buffer in model.named_buffers()
         if buffer.dtype in DTYPES and buffer.numel() and bool(torch.isfinite(buffer).all())
     ]
+
+
+def _buffer(model: nn.Module, name: str) -> Tensor:
+    try:
+        return model.get_buffer(name).detach()
+    except AttributeError:
+        raise ConfigError(
+            f"this state has a buffer {name}, which the model has not: it is of another model"
+        ) from None
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

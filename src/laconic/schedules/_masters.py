@@ -14,6 +14,7 @@ from laconic.codecs import Codec, Uncompressed
 from laconic.codecs._memory import Scratch
 from laconic.exchanges import Call, Traffic
 from laconic.exchanges._lane import Lane
+from laconic.exchanges._ledger import load_budget, saved_budget
 from laconic.schedules._behind import Behind, Turns
 from laconic.schedules._push_pull import pull, pull_difference, push
 from laconic.server._flat import Flat
@@ -48,6 +49,7 @@ class Masters:
         self.turns = Turns(Behind(lane, flat.device))
         self._scratch = Scratch()
         self._known: set[Hashable] = set()
+        self._memory: dict[Hashable, Any] = {}  # of codecs' budgets
 
     def start(self, one: Round) -> None:
         """Push, step of the owners, and pull."""
@@ -71,11 +73,12 @@ class Masters:
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank's chunk."""
-        return self.shard.state_dict()
+        return {**self.shard.state_dict(), "budget": saved_budget(self._memory)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state_dict."""
         self.shard.load_state_dict(state)
+        load_budget(self._memory, state.get("budget"))
 
     def _run(self, one: Round) -> None:
         call, weights = self._call(one.step), self.shard.weights
@@ -95,6 +98,7 @@ class Masters:
             step=step,
             places=self.flat.places,
             known=self._known,
+            memory=self._memory,
             scratch=self._scratch,
             traffic=self._lane.traffic,
         )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from laconic.codecs import Codec
 from laconic.exchanges import Call
-from laconic.exchanges._scatter_reduce import gather, scatter
+from laconic.exchanges._scatter_reduce import gather, scatter_in_budget
 from laconic.exchanges._transport import no_values
 from laconic.exchanges._wires import encode
 from laconic.server._difference import projection
@@ -21,7 +21,7 @@ def push(flat: Flat, g: Tensor, spoilt: Tensor, codec: Codec, call: Call, out: T
     nothing too, know in the same round trip whether any rank's gradient is to be thrown away.
     """
     anywhere = torch.empty_like(spoilt)
-    scatter(
+    scatter_in_budget(
         flat.chunks(g),
         codec,
         call,

@@ -29,7 +29,6 @@ from laconic.schedules._ssd_checks import (
     chosen_pull_codec,
     chosen_rule,
 )
-from laconic.server._flat import Flat
 from laconic.server._roles import Roles
 from laconic.server._shard import settings_of
 
@@ -127,8 +126,7 @@ class SSD(FlatOptimizer):
         self._lane = roles.lane if roles else Lane(own_group(group, timeout_s))
         self.optimizer, self.servers = optimizer, servers
         self.serves = roles is not None and roles.serves  # this rank keeps weights: call serve()
-        self.flat = Flat(self.param_groups, model, servers or self._lane.group.size())
-        self._begin(model, self._lane.group)
+        self._begin(model, self._lane.group, servers or self._lane.size)
         self._pulls = 0
         if roles and roles.serves:
             self._keep(roles, most_delay=None)
@@ -240,12 +238,16 @@ class SSD(FlatOptimizer):
             wire_seconds=traffic.wire_seconds,
         )
 
+    @property
+    def _own_weights(self) -> Tensor:
+        return self._replica.own
+
     def _settings(self) -> dict[str, str]:
         own = {"period": self.period, "warmup_steps": self.warmup_steps, "local": self.local}
         return {**super()._settings(), **{name: str(value) for name, value in own.items()}}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything of this rank, its weights too; save it on every rank. Waits first."""
+        """Everything of this rank, its weights and buffers too; save it on every rank. Waits."""
         self.wait()
         found = super().state_dict()
         if not self.serves:
@@ -255,7 +257,7 @@ class SSD(FlatOptimizer):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from this rank's state_dict, to the bit; the model gets its weights, too."""
+        """Resume from this rank's state_dict, to the bit; the model gets its weights, too."""
         self.wait()
         super().load_state_dict(state_dict)
         if self.serves:

@@ -91,12 +91,28 @@ def check_given(optimizer: object, model: object, seed: int, timeout_s: float) -
         raise ConfigError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
 
 
-def check_identity(here: Mapping[str, str], there: Mapping[str, str]) -> None:
-    """ConfigError if a saved state is of another run."""
+def check_identity(
+    here: Mapping[str, str],
+    state: Mapping[str, Any],
+    weights: str = "weights that were saved inside global_weights()",
+) -> None:
+    """ConfigError if a saved state is of another run, of other ranks, or no schedule's at all."""
+    there = state.get("identity")
+    if not isinstance(there, Mapping):
+        raise ConfigError(
+            "this is not what state_dict() of a schedule returned: give the state that the "
+            "schedule itself saved on this rank; the optimizer's own is inside it"
+        )
     differing = [name for name in here if there.get(name) != here[name]]
     if differing:
-        wrong = [f"{name} {there.get(name)}, not {here[name]}" for name in differing]
+        wrong = [_difference(name, str(there.get(name)), here[name]) for name in differing]
         raise ConfigError(
-            f"this state has {'; '.join(wrong)}. To go on with other settings or ranks, load "
-            "weights that were saved inside global_weights()"
+            f"this state has {'; '.join(wrong)}. Load each rank's own state (lc.PerRank in "
+            "torch.distributed.checkpoint), on as many ranks and with the same settings. To go on "
+            f"with other ones, load {weights} into the model before making the schedule"
         )
+
+
+def _difference(name: str, there: str, here: str) -> str:
+    """Two values, unless they are long."""
+    return f"other {name}" if "\n" in there + here else f"{name} {there}, not {here}"

@@ -16,8 +16,10 @@ from laconic._version import __version__
 from laconic.codecs import QSGD, Codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, pair
+from laconic.exchanges._base import saved_memory
 from laconic.schedules._finite_sum import FiniteSum, Loss
-from laconic.schedules._module import whole
+from laconic.schedules._module import load_buffers, own_buffers, whole
+from laconic.schedules._ssd_checks import check_identity
 from laconic.schedules._world import World
 
 _SAMPLE = 1 << 32  # phase of the draws of samples: exchanges and codecs count theirs from 0
@@ -256,27 +258,28 @@ class QSVRG:
         """What must be saved, on every rank, to go on exactly, in the middle of an epoch too."""
         own: Any = self.codec
         return {
-            "fixed": self._fixed(),
+            "identity": self._fixed(),
             "epochs": self._epochs,
             "step": self._step,
             "taken": self._taken,
             "seen": self._seen.tolist(),
             "memory": own.state_dict() if own.remembers else {},
+            "exchange memory": saved_memory(self._world.memory),
+            "buffers": own_buffers(self.model),
             **{name: getattr(self, f"_{name}").clone() for name in _VECTORS},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from this rank's state_dict; the model gets its parameters from it."""
-        fixed = self._fixed()
-        if state["fixed"] != fixed:
-            names = [name for name in fixed if state["fixed"].get(name) != fixed[name]]
-            raise ConfigError(f"this state is of a run with other settings: {', '.join(names)}")
+        """Resume from this rank's state_dict; the model gets its parameters from it."""
+        check_identity(self._fixed(), state, "the saved model's weights")
+        load_buffers(self.model, state["buffers"])
         self._epochs, self._step = int(state["epochs"]), int(state["step"])
         self._since = self._step
         self._taken, self._seen = int(state["taken"]), torch.tensor(state["seen"])
         own: Any = self.codec
         if own.remembers:
             own.load_state_dict(state["memory"])
+        self._world.memory = dict(state["exchange memory"])  # exchanges take up what is theirs
         for name in _VECTORS:
             getattr(self, f"_{name}").copy_(state[name])
         self._sum.show(self._x)

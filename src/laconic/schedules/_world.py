@@ -37,7 +37,7 @@ class World:
         self._device, self._seed = device, seed
         self.scratch, self.traffic = Scratch(), Traffic()
         self._known: set[Hashable] = set()
-        self._memory: dict[Hashable, Any] = {}
+        self.memory: dict[Hashable, Any] = {}  # of exchanges
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -92,5 +92,5 @@ class World:
             known=self._known,
             scratch=self.scratch,
             traffic=self.traffic,
-            memory=self._memory,
+            memory=self.memory,
         )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laconic._wire import DTYPES
 from laconic.codecs import Place
 from laconic.errors import ConfigError
 from laconic.exchanges._wires import chunk_edges
+from laconic.server._parameters import Trained, sparse
 
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
@@ -24,19 +23,13 @@ class Flat:
     chunks of equal size. The order is that of the optimizer's groups.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], model: nn.Module, ranks: int) -> None:
-        names = {id(p): name for name, p in model.named_parameters()}
-        trained = [[p for p in group["params"] if p.requires_grad] for group in groups]
-        self.parameters: list[nn.Parameter] = [p for group in trained for p in group]
-        for p in self.parameters:
-            _check(p, self.parameters[0], names.get(id(p)))
-        if not self.parameters:
-            raise ConfigError("the optimizer has no parameter that needs a gradient")
-        self.names = [names[id(p)] for p in self.parameters]
+    def __init__(self, trained: Trained, ranks: int) -> None:
+        self.parameters: list[nn.Parameter] = [p for _, p in trained.named]
+        self.names = [name for name, _ in trained.named]
         self.device = self.parameters[0].device
         self.starts = list(accumulate((p.numel() for p in self.parameters), initial=0))
         self.numel = self.starts[-1]
-        sizes = [sum(p.numel() for p in group) for group in trained]
+        sizes = [sum(p.numel() for _, p in group) for group in trained.groups]
         self.groups = list(pairwise(accumulate(sizes, initial=0)))
         self.edges = chunk_edges(self.numel, ranks)
         self.places = tuple(
@@ -44,6 +37,7 @@ class Flat:
             for number, p in enumerate(self.parameters)
             if p.numel()
         )
+        self._shown = self._versions()
 
     def lines(self) -> list[str]:
         """The parameters, in words."""
@@ -77,6 +71,27 @@ class Flat:
     def write(self, x: Tensor) -> None:
         """The parameters = x, rounded to their dtype."""
         _copy_all([p.detach() for p in self.parameters], self._views(x))
+        self._shown = self._versions()
+
+    def check_shown(self, x: Tensor) -> None:
+        """ConfigError if somebody has changed the parameters since x was written.
+
+        torch counts what is done to a tensor; values are compared only where it counted something.
+        """
+        shown = self._versions()
+        if shown == self._shown:
+            return
+        for name, p, part in zip(self.names, self.parameters, self._views(x), strict=True):
+            if not same_values(p.detach(), part):
+                raise ConfigError(
+                    f"{name} was changed since the schedule last wrote it, which the weights that "
+                    "ranks share would not notice: load weights before making the schedule; its "
+                    "own state_dict() has this rank's"
+                )
+        self._shown = shown
+
+    def _versions(self) -> list[int]:
+        return [p._version for p in self.parameters]
 
     def read_gradients(self, x: Tensor) -> None:
         """x = the gradients; ConfigError where there is none."""
@@ -89,7 +104,7 @@ class Flat:
                     "add 0 * its sum to the loss)"
                 )
             if p.grad.is_sparse:
-                raise ConfigError(f"{name} has a sparse gradient; use nn.Embedding(sparse=False)")
+                raise ConfigError(sparse(name, "the schedule"))
             gradients.append(p.grad.detach())
         _copy_all(self._views(x), gradients)
 
@@ -100,15 +115,6 @@ class Flat:
         ]
 
 
-def _check(p: Tensor, first: Tensor, name: str | None) -> None:
-    """ConfigError unless a flat fp32 vector can hold the parameter."""
-    if name is None:
-        raise ConfigError(
-            "the optimizer has a parameter that the model has not: give the model that it trains"
-        )
-    if p.dtype not in DTYPES:
-        raise ConfigError(
-            f"{name} is {p.dtype}: master weights are fp32, for fp32, bf16 and fp16 models"
-        )
-    if p.device != first.device:
-        raise ConfigError(f"{name} is on {p.device}, not {first.device}: use one device a rank")
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether a is b, in the precision and on the device of a; NaN is NaN."""
+    return torch.equal(a.nan_to_num(), b.to(a).nan_to_num())

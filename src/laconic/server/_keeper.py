@@ -134,4 +134,6 @@ class Keeper:
         self.shard.load_state_dict(state["shard"])
         if self.nests is not None:
             self.nests.load_state_dict(state["nests"])
-        self._sent = {int(whose): x.to(self.chunk.device) for whose, x in state["sent"].items()}
+        self._sent = {  # copies: they are written to
+            int(whose): x.to(self.chunk.device, copy=True) for whose, x in state["sent"].items()
+        }

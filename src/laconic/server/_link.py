@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum, IntFlag
 from typing import Any
@@ -19,10 +19,11 @@ from torch.distributed import distributed_c10d
 from laconic.errors import ConfigError, LostError, WireError
 from laconic.exchanges import Traffic
 from laconic.exchanges._ending import break_off
+from laconic.kernels import backend
 
 _MAGIC = b"LCSV"
-# magic, kind, flags, nothing | number | step, version, length | crc of all before
-_LAYOUT = struct.Struct("<4sBBHIQQQ")
+# magic, kind, flags, nothing | number | step, version, length | check of body | crc of all before
+_LAYOUT = struct.Struct("<4sBBHIQQQI")
 _CRC = struct.Struct("<I")
 FRAME_BYTES = _LAYOUT.size + _CRC.size
 _FOR_EVER = timedelta(days=365)
@@ -57,7 +58,7 @@ class Flag(IntFlag):
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """A header of 40 bytes."""
+    """A header of 44 bytes; `check` is that of the body behind it."""
 
     kind: Kind
     flags: Flag = Flag.NONE
@@ -65,18 +66,18 @@ class Frame:
     step: int = 0
     version: int = 0
     length: int = 0
+    check: int = 0
 
     def pack(self) -> Tensor:
-        head = _LAYOUT.pack(
-            _MAGIC, self.kind, self.flags, 0, self.number, self.step, self.version, self.length
-        )
+        numbers = self.number, self.step, self.version, self.length, self.check
+        head = _LAYOUT.pack(_MAGIC, self.kind, self.flags, 0, *numbers)
         return torch.frombuffer(bytearray(head + _CRC.pack(zlib.crc32(head))), dtype=torch.uint8)
 
     @staticmethod
     def unpack(data: Tensor) -> Frame:
         """WireError unless `pack` could have made it."""
         head = bytes(data.numpy())
-        magic, kind, flags, _, number, step, version, length = _LAYOUT.unpack_from(head)
+        magic, kind, flags, _, number, step, version, length, check = _LAYOUT.unpack_from(head)
         (crc,) = _CRC.unpack_from(head, _LAYOUT.size)
         if magic != _MAGIC or crc != zlib.crc32(head[: _LAYOUT.size]):
             raise WireError(
@@ -90,9 +91,22 @@ class Frame:
                 step=step,
                 version=version,
                 length=length,
+                check=check,
             )
         except ValueError as error:
             raise WireError(f"a frame of unknown kind came: {error}") from None
+
+
+def body_check(body: Tensor) -> int:
+    """A check sum of bytes on the host: any flipped bit is seen; 0 of none."""
+    if not body.numel():
+        return 0
+    whole = body.numel() // 4 * 4
+    words, tail = body[:whole], bytes(body[whole:].tolist())
+    if words.storage_offset() % 4:
+        words = words.clone()
+    check = backend(body.device).words_check(words.view(torch.int32), body.numel())
+    return int(check) ^ zlib.crc32(tail)
 
 
 class Link:
@@ -127,9 +141,11 @@ class Link:
 
     def start(self, frame: Frame, body: Tensor | None = None) -> None:
         """Send; the body may not be touched before `finish`, or before the peer has answered."""
-        parts = [frame.pack()] if body is None else [frame.pack(), body]
         if frame.length != (0 if body is None else body.numel()):
             raise ValueError(f"{frame} with a body of {0 if body is None else body.numel()} bytes")
+        parts = [frame.pack()]
+        if body is not None:
+            parts = [replace(frame, check=body_check(body)).pack(), body]
         for part in parts:
             if part.numel():
                 with self.traffic.sending(part.numel()), self._lost():
@@ -154,7 +170,7 @@ class Link:
         return Frame.unpack(data)
 
     def body(self, frame: Frame, room: Tensor) -> Tensor:
-        """What follows the header, in `room`; WireError if that is too small."""
+        """What follows the header, in `room`; WireError if that is too small, or it is damaged."""
         if frame.length > room.numel():
             raise WireError(
                 f"rank {self.peer} announced {frame.length} bytes where {room.numel()} are the "
@@ -163,6 +179,12 @@ class Link:
         data = room[: frame.length]
         if frame.length:
             self._take(data, False)
+        if body_check(data) != frame.check:
+            raise WireError(
+                f"rank {self.peer}'s {frame.kind.name} at step {frame.step} is damaged, and was "
+                "not used: its check sum does not match; if this happens again, look for a faulty "
+                "link or memory"
+            )
         return data
 
     def answer(self) -> Frame:

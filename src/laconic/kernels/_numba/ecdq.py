@@ -10,12 +10,12 @@ from laconic._key import Stream
 from laconic.kernels._coding import (
     BLOCK,
     CHUNK,
-    EVALUATIONS,
     LARGEST,
-    SAMPLE,
+    SQUARED_STEP,
+    TOLERANCE,
+    Budgets,
     Section,
     Subtract,
-    sample_blocks,
     table,
 )
 from laconic.kernels._layout import GROUP
@@ -26,7 +26,6 @@ from laconic.kernels._numba.memory import (
     array,
     bits_of,
     f32,
-    float_of,
     float_scratch,
     get,
     i16,
@@ -42,30 +41,8 @@ from laconic.kernels._numba.memory import (
     u32,
 )
 from laconic.kernels._numba.random import mix
-from laconic.kernels._numba.scale import INFINITY, largest, lift_of, square_sum, usable
-from laconic.kernels._pool import split
-
-_LIMIT = f32(LARGEST * 65536.0)
-
-
-def ecdq_steps(
-    x: Tensor,
-    out: Tensor,
-    parts: tuple[int, ...],
-    *,
-    error: float,
-    step: float,
-    max_bits: float,
-    subtract: Subtract,
-) -> None:
-    """See the reference."""
-    where = table(parts)
-    data, chunks = array(x), where.chunks
-    most, squares = np.empty(chunks, np.int32), np.empty(chunks, np.float64)
-    split(lambda a, b: _measure(data, where.start, where.count, most, squares, a, b), chunks, CHUNK)
-    sample, size = sample_blocks(parts)
-    wish = (float(error), float(step), float(max_bits), int(subtract))
-    _choose(data, np.array(parts), where.count, most, squares, sample, size, *wish, array(out))
+from laconic.kernels._numba.scale import INFINITY, lift_of, usable
+from laconic.kernels._numba.steps import LIMIT, block_cost, spread
 
 
 def ecdq_encode(
@@ -78,17 +55,31 @@ def ecdq_encode(
     coder: int,
     form: int,
     subtract: Subtract,
+    budgets: Budgets | None = None,
+    spent: Tensor | None = None,
 ) -> None:
     """See the reference."""
     where, data, delta = table(parts), array(x), array(steps)
-    marks = np.empty(where.chunks, np.uint16)
+    marks, costs = np.empty(where.chunks, np.uint16), np.empty(where.chunks, np.int64)
     key = (u32(stream.k0), u32(stream.k1))
     place = (where.start, where.count, where.segment)
 
     def fill(q: np.ndarray, first: int, last: int) -> None:
-        _quantize(data, *place, delta, int(subtract), *key, first, last, marks, q)
+        _quantize(data, *place, delta, int(subtract), *key, first, last, marks, costs, q)
 
-    encode_chunks(fill, where, marks, delta.view(np.uint32), stream, coder, form, section)
+    error = np.empty(len(parts))
+
+    def encode() -> None:
+        encode_chunks(fill, where, marks, delta.view(np.uint32), stream, coder, form, section)
+        _squared_errors(costs, where.segment, delta, error)
+
+    encode()
+    if budgets is not None and _fall_back(
+        error, budgets.limit.numpy(), budgets.safe.numpy(), delta
+    ):
+        encode()
+    if spent is not None:
+        spent.copy_(torch.from_numpy(error))
 
 
 def ecdq_decode(
@@ -116,151 +107,27 @@ def ecdq_decode(
 
 
 @kernel
-def _measure(
-    x: np.ndarray,
-    start: np.ndarray,
-    count: np.ndarray,
-    most: np.ndarray,
-    squares: np.ndarray,
-    first: int,
-    last: int,
+def _squared_errors(
+    costs: np.ndarray, segment: np.ndarray, steps: np.ndarray, error: np.ndarray
 ) -> None:
-    """Bits of the largest magnitude, and the sum of squares, of each chunk."""
-    x = pointer(x)
-    for c in range(first, last):
-        a, b = int(start[c]), int(start[c]) + int(count[c])
-        most[c] = largest(x, a, b)
-        squares[c] = square_sum(x, a, b)
+    """Expected squared error of every segment, NaN where the step is."""
+    error[:] = 0
+    for c in range(len(costs)):
+        error[segment[c]] += costs[c]
+    for s in range(len(steps)):
+        step = np.float64(steps[s])
+        error[s] = step * step * error[s] / SQUARED_STEP
 
 
 @kernel
-def _choose(
-    x: np.ndarray,
-    parts: np.ndarray,
-    count: np.ndarray,
-    most: np.ndarray,
-    squares: np.ndarray,
-    sample: np.ndarray,
-    size: np.ndarray,
-    error: float,
-    step: float,
-    max_bits: float,
-    subtract: int,
-    out: np.ndarray,
-) -> None:
-    """The step of every segment."""
-    x = pointer(x)
-    c = k = 0
-    for s in range(len(parts)):
-        chunks = (int(parts[s]) + CHUNK - 1) // CHUNK
-        top, total = i32(0), 0.0
-        for i in range(c, c + chunks):
-            top = max(top, most[i])
-            total += squares[i]
-        samples = min(SAMPLE, (int(parts[s]) + BLOCK - 1) // BLOCK)
-        if top >= INFINITY:
-            out[s] = f32(np.nan)
-        elif top == 0:
-            out[s] = f32(0)
-        else:
-            rms = np.sqrt(total / parts[s])
-            delta = step * rms
-            if step == 0:
-                own, sizes = sample[k : k + samples], size[k : k + samples]
-                delta = _for_error(x, own, sizes, error, rms, subtract)
-            delta = max(delta, np.float64(float_of(top)) / LARGEST)
-            if max_bits:
-                delta = _for_bits(count[c : c + chunks], most[c : c + chunks], max_bits, delta)
-            # the float just above, and never below the smallest positive one
-            out[s] = float_of(i32(bits_of(f32(min(delta, 3.4e38))) + i32(1)))
-        c += chunks
-        k += samples
-
-
-@kernel
-def _for_error(
-    x: Pointer, sample: np.ndarray, size: np.ndarray, error: float, rms: float, subtract: int
-) -> float:
-    """The largest step found at which the sample's error is no more than wished."""
-    # the error is at most Δ²/12 where blocks may subtract, Δ²/4 where they may not
-    low = rms * np.sqrt((4 if subtract == 2 else 12) * error)
-    high = np.inf
-    if subtract == 1:
-        return low
-    share = _share(x, sample, size, low, subtract)
-    for _ in range(EVALUATIONS):
-        if high < np.inf:
-            trial = np.sqrt(low * high)
-        else:
-            trial = min(2 * low, rms * np.sqrt(error / max(share, 1e-12)))
-        if trial < low * 1.01:
-            break
-        there = _share(x, sample, size, trial, subtract)
-        if trial * trial * there <= error * rms * rms:
-            low, share = trial, there
-        else:
-            high = trial
-    return low
-
-
-@kernel
-def _share(x: Pointer, sample: np.ndarray, size: np.ndarray, delta: float, subtract: int) -> float:
-    """Error of a value, in squared steps, over sampled blocks."""
-    step = f32(delta)
-    lift = lift_of(step)
-    times = f32(f32(65536.0) / f32(step * lift))
-    total, values = 0.0, 0
-    for k in range(len(sample)):
-        cost = i32(0)
-        e = int(sample[k])
-        for j in range(int(size[k])):
-            v = f32(f32(get(x, e + j) * lift) * times)
-            cost += _spread(nearest(max(min(v, _LIMIT), -_LIMIT)))
-        own = np.float64(cost) / 65536.0
-        total += own if subtract == 2 else min(own, size[k] / 12.0)
-        values += int(size[k])
-    return total / values
-
-
-@kernel
-def _spread(t: np.int32) -> np.int32:
-    """2^16·φ(1-φ), φ the fraction of a fixed-point number, to 8 bits."""
-    part = i32(sar(t, i32(8)) & i32(0xFF))
-    return i32(part * i32(i32(256) - part))
-
-
-@kernel
-def _for_bits(count: np.ndarray, most: np.ndarray, max_bits: float, delta: float) -> float:
-    """The smallest step found, from delta on, whose bit planes keep to max_bits a value."""
-    blocks = 0
-    top = 0.0
-    for i in range(len(count)):
-        blocks += (count[i] + BLOCK - 1) // BLOCK
-        top = max(top, np.float64(float_of(most[i])))
-    if _planes(count, most, delta) <= max_bits * blocks:
-        return delta
-    low, high = delta, top * 1.0001
-    for _ in range(24):
-        middle = np.sqrt(low * high)
-        if _planes(count, most, middle) <= max_bits * blocks:
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-@kernel
-def _planes(count: np.ndarray, most: np.ndarray, delta: float) -> int:
-    """Bit planes of all blocks that no dither can exceed."""
-    total = 0
-    for i in range(len(count)):
-        level = np.float64(float_of(most[i])) / delta * (1 + 2.0**-18) + 2.0**-15
-        width, bound = 1, int(level) + 1
-        while bound:
-            width += 1
-            bound >>= 1
-        total += (count[i] + BLOCK - 1) // BLOCK * (width if most[i] else 0)
-    return total
+def _fall_back(error: np.ndarray, limit: np.ndarray, safe: np.ndarray, steps: np.ndarray) -> bool:
+    """Give segments that cost too much their safe steps; whether there are any."""
+    found = False
+    for s in range(len(steps)):
+        if error[s] > limit[s] * (1 + TOLERANCE) and safe[s] < steps[s]:
+            steps[s] = safe[s]
+            found = True
+    return found
 
 
 @kernel
@@ -276,9 +143,10 @@ def _quantize(
     first: int,
     last: int,
     marks: np.ndarray,
+    costs: np.ndarray,
     q: np.ndarray,
 ) -> None:
-    """Integers of some chunks, from q[0] on, and which of their blocks subtract the dither."""
+    """Integers of some chunks, from q[0] on, which of their blocks subtract, and what they cost."""
     x, q = pointer(x), pointer(q)
     y = float_scratch()
     for c in range(first, last):
@@ -287,11 +155,11 @@ def _quantize(
         if not usable(step):
             for j in range((n + BLOCK - 1) // BLOCK * BLOCK):
                 store(q, to + j, i16(0))
-            marks[c] = 0
+            marks[c] = costs[c] = 0
             continue
         lift = lift_of(step)
         times = f32(f32(65536.0) / f32(step * lift))
-        mark = 0
+        mark = total = 0
         for b in range((n + BLOCK - 1) // BLOCK):
             cost = i32(0)
             for g in range(b * BLOCK, (b + 1) * BLOCK, GROUP):
@@ -305,7 +173,8 @@ def _quantize(
             size = min(BLOCK, n - b * BLOCK)
             if subtract == 1 or (subtract == 0 and 12 * int(cost) > size * 65536):
                 mark |= 1 << b
-        marks[c] = mark
+            total += block_cost(cost, size, subtract)
+        marks[c], costs[c] = mark, total
 
 
 @kernel
@@ -326,8 +195,8 @@ def _group(
         h = mix(u32(p0 + u32(j)), k0, k1)
         v = f32(f32(get(x, e + j) * lift) * times)
         w = f32(f32(get(x, e + j + 64) * lift) * times)
-        a, b = nearest(max(min(v, _LIMIT), -_LIMIT)), nearest(max(min(w, _LIMIT), -_LIMIT))
-        cost += i32(_spread(a) + _spread(b))
+        a, b = nearest(max(min(v, LIMIT), -LIMIT)), nearest(max(min(w, LIMIT), -LIMIT))
+        cost += i32(spread(a) + spread(b))
         store(q, to + j, i16(sar(i32(a + i32(h & u32(0xFFFF))), i32(16))))
         store(q, to + j + 64, i16(sar(i32(b + i32(shr(h, u32(16)))), i32(16))))
     return cost

@@ -5,6 +5,7 @@ narrower planes hold the codes of two or four lanes of one warp, which add them 
 `TRITON_INTERPRET=1` runs the same kernels on CPU tensors.
 """
 
+from laconic.kernels._reference.message import message_check, payload_check, words_check
 from laconic.kernels._reference.select import largest_entries
 from laconic.kernels._triton.coding import decode_integers, encode_integers
 from laconic.kernels._triton.ecdq import ecdq_decode, ecdq_encode
@@ -31,15 +32,18 @@ __all__ = [
     "ecdq_steps",
     "encode_integers",
     "largest_entries",
+    "message_check",
     "natural_dequantize",
     "natural_quantize",
     "natural_reduce",
     "nested_dequantize",
     "nested_quantize",
+    "payload_check",
     "quantize",
     "read_sums",
     "rotate_back",
     "rotate_into",
     "rotate_quantize",
     "scales",
+    "words_check",
 ]

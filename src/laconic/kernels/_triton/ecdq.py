@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic._key import Stream
-from laconic.kernels._coding import Section, Subtract
+from laconic.kernels import _coding
+from laconic.kernels._coding import Budgets, Section, Subtract
 from laconic.kernels._triton.bitmap import (
     ROW,
     TAIL_BITS,
@@ -44,8 +45,22 @@ from laconic.kernels._triton.coding import (
     collect,
 )
 from laconic.kernels._triton.scale import TINY, clamped, lift_of, lower_of, narrowed, usable
-from laconic.kernels._triton.steps import ALWAYS, LARGEST, NEVER, limited, nearest, spread
-from laconic.kernels._triton.tile import mix, words
+from laconic.kernels._triton.steps import (
+    ALWAYS,
+    LARGEST,
+    NEVER,
+    SQUARED_STEP,
+    block_cost,
+    limited,
+    nearest,
+    spread,
+)
+from laconic.kernels._triton.tile import OPTIONS, mix, words
+
+_PLAIN: tl.constexpr = tl.constexpr(0)  # quantize with the steps as they are
+_COUNTED: tl.constexpr = tl.constexpr(1)  # and add up what that costs
+_AGAIN: tl.constexpr = tl.constexpr(2)  # only segments that cost too much, with their safe steps
+_TOLERANCE: tl.constexpr = tl.constexpr(1 + _coding.TOLERANCE)
 
 
 def ecdq_encode(
@@ -58,22 +73,46 @@ def ecdq_encode(
     coder: int,
     form: int,
     subtract: Subtract,
+    budgets: Budgets | None = None,
+    spent: Tensor | None = None,
 ) -> None:
-    """See the reference."""
+    """See the reference. `budgets` are those of the call of ecdq_steps just before.
+
+    Nobody waits to learn whether a segment keeps to its limit: a second launch looks, and ends
+    there for all chunks of those that do.
+    """
     place, staging = chunks(parts, x), Staging.of(section, x.device)
-    _encode[place.grid](
-        x,
-        steps,
-        *place.tensors,
-        *staging.tensors,
-        x.numel(),
-        *words(stream),
-        CODER=check_coder(coder),
-        SUBTRACT=int(subtract),
-        **place.options,
-        **ENCODE_OPTIONS,
-    )
+    checked = budgets is not None
+    if budgets is None:
+        budgets = Budgets.of(len(parts), x.device)
+        budgets.costs.zero_()
+        budgets.limit.fill_(torch.inf)
+    tried = torch.empty_like(budgets.safe)
+    counted = checked or spent is not None
+    for form_ in (_COUNTED, _AGAIN) if checked else (_COUNTED,) if counted else (_PLAIN,):
+        _encode[place.grid](
+            x,
+            steps,
+            tried,
+            budgets.limit,
+            budgets.safe,
+            budgets.costs,
+            *place.tensors,
+            *staging.tensors,
+            x.numel(),
+            len(parts),
+            *words(stream),
+            CODER=check_coder(coder),
+            SUBTRACT=int(subtract),
+            PASS=form_.value,
+            **place.options,
+            **ENCODE_OPTIONS,
+        )
     collect(section, staging, place, steps, stream)
+    if spent is not None:
+        _report[(len(parts),)](
+            spent, tried, steps, budgets.limit, budgets.safe, budgets.costs, len(parts), **OPTIONS
+        )
 
 
 def ecdq_decode(
@@ -139,10 +178,14 @@ def _exact(source, lane, i, mask):
     return q
 
 
-@triton.jit(do_not_specialize=["n", "k0", "k1"], do_not_specialize_on_alignment=["steps"])
+@triton.jit(do_not_specialize=["n", "parts", "k0", "k1"], do_not_specialize_on_alignment=["steps"])
 def _encode(
     x,
     steps,
+    tried,
+    limits,
+    safe,
+    costs,
     starts,
     counts,
     segments,
@@ -150,23 +193,78 @@ def _encode(
     heads,
     sizes,
     n,
+    parts,
     k0,
     k1,
     CODER: tl.constexpr,
     SUBTRACT: tl.constexpr,
+    PASS: tl.constexpr,
     SEGMENTS: tl.constexpr,
     NEAR: tl.constexpr,
 ):
     """Quantize a chunk and stage its code."""
     c = tl.program_id(0)
     start, count, segment = place_of(c, n, starts, counts, segments, SEGMENTS, NEAR)
-    step = tl.load(steps + segment)
+    place = (x + start, count, c, streams, heads, sizes, k0.to(tl.uint32), k1.to(tl.uint32))
+    first = c == 0
+    if SEGMENTS:
+        first = first | (tl.load(segments + c - 1, mask=c > 0, other=0) != segment)
+    if PASS == _AGAIN:
+        again, step = _settled(tried, limits, safe, costs, segment)
+        tl.store(steps + segment, step, mask=first)
+        if again:
+            cost = _stage(place, step, CODER, SUBTRACT, PASS, NEAR)
+            tl.atomic_add(costs + parts + segment, cost, sem="relaxed")
+    else:
+        step = tl.load(steps + segment)
+        cost = _stage(place, step, CODER, SUBTRACT, PASS, NEAR)
+        if PASS == _COUNTED:
+            tl.store(tried + segment, step, mask=first)
+            tl.atomic_add(costs + segment, cost, sem="relaxed")
+
+
+@triton.jit
+def _settled(tried, limits, safe, costs, segment):
+    """Whether a segment must be quantized again, and its step in the end."""
+    step, other = tl.load(tried + segment), tl.load(safe + segment)
+    error = _squared_error(step, tl.load(costs + segment))
+    again = (error > tl.load(limits + segment) * _TOLERANCE) & (other < step)
+    return again, tl.where(again, other, step)
+
+
+@triton.jit
+def _squared_error(step, cost):
+    """What so many units are."""
+    return step.to(tl.float64) * step.to(tl.float64) * cost.to(tl.float64) / SQUARED_STEP
+
+
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["steps"])
+def _report(spent, tried, steps, limits, safe, costs, parts):
+    """The expected squared error of a segment."""
+    s = tl.program_id(0)
+    again, _step = _settled(tried, limits, safe, costs, s)
+    cost = tl.load(costs + tl.where(again, parts, 0) + s)
+    error = _squared_error(tl.load(steps + s), cost)
+    tl.store(spent + s, error.to(spent.dtype.element_ty))
+
+
+@triton.jit
+def _stage(
+    place,
+    step,
+    CODER: tl.constexpr,
+    SUBTRACT: tl.constexpr,
+    PASS: tl.constexpr,
+    NEAR: tl.constexpr,
+):
+    """Quantize a chunk with this step and stage its code; returns what that costs."""
+    x, count, c, streams, heads, sizes, k0, k1 = place
     lift = lift_of(step)
     times = tl.div_rn(step * 0.0 + 65536.0, step * lift)
     draw = c.to(tl.uint32) * (CHUNK // 2)
-    source = (x + start, count, lift, times, draw, k0.to(tl.uint32), k1.to(tl.uint32))
+    source = (x, count, lift, times, draw, k0, k1)
     b0, b1, b2, b3, sign = zeros(), zeros(), zeros(), zeros(), zeros()
-    marks = 0
+    marks, total = 0, c.to(tl.int64) * 0
     if usable(step):
         cost = tl.zeros((ROW,), tl.int32)
         if (count == CHUNK) & (step >= TINY):
@@ -179,15 +277,18 @@ def _encode(
                 b0, b1, b2, b3, sign = with_value(b0, b1, b2, b3, sign, q, i)
         block = tl.arange(0, ROW // LANES)
         size = tl.minimum(tl.maximum(count - block * BLOCK, 0), BLOCK)
+        cost = tl.sum(tl.reshape(cost, (ROW // LANES, LANES)), 1)
         marked = size > 0
         if SUBTRACT == NEVER:
             marked = size < 0
         elif SUBTRACT != ALWAYS:
-            cost = tl.sum(tl.reshape(cost, (ROW // LANES, LANES)), 1)
             marked = 12 * cost > size * 65536
         marks = tl.sum(marked.to(tl.int32) << block, 0)
+        if PASS != _PLAIN:
+            total = tl.sum(block_cost(cost, size, SUBTRACT).to(tl.int64), 0)
     planes, staging = (b0, b1, b2, b3, sign), (streams, heads, sizes)
     write_chunk(c, planes, marks, lanes_of(count), staging, source, _exact, CODER, NEAR)
+    return total
 
 
 @triton.jit
@@ -224,7 +325,7 @@ def _cut(source, SUBTRACT: tl.constexpr):
         for b in tl.static_range(3, -1, -1):
             u = nearest(rows[b].to(tl.float32) * times)
             v = nearest(rows[b + 4].to(tl.float32) * times)
-            if (SUBTRACT != ALWAYS) & (SUBTRACT != NEVER):
+            if SUBTRACT != ALWAYS:
                 cost += spread(u) + spread(v)
             h = mix(draw + (first + 64 * a + 16 * b).to(tl.uint32), k0, k1)
             u = (u + (h & 0xFFFF).to(tl.int32)) >> 16
