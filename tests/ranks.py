@@ -7,27 +7,32 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PATIENCE = timedelta(seconds=60)
-HEAVY = ("torch", "torch.distributed", "numba", "pytest")
+HEAVY = ("torch", "torch.distributed", "numba", "pytest", "warm")
 Job = Callable[[int], Any]
 Answers = dict[tuple[int, str], Any]
 
 
 def processes() -> Any:
-    """Starts processes by forking one that has imported torch, and has done nothing else since.
+    """Starts processes by forking one that has imported torch and loaded kernels (`warm`).
 
     Importing takes seconds of a core, for each of several hundred ranks. It keeps the environment
     that it was first started with.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*HEAVY, "laconic.integrations", "laconic.schedules"])
+    context.set_forkserver_preload([*HEAVY])
+    with pytest.MonkeyPatch.context() as patch:  # where it looks for `warm`
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        forkserver.ensure_running()
     return context
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,6 +16,7 @@ from torch import Tensor
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._base import _CHUNKS, Call, Exchange
+from laconic.exchanges._ending import destroy, on_gloo
 from laconic.exchanges._nodes import Nodes, agreed_nodes, device_of, sorted_nodes
 from laconic.exchanges._transport import Message, no_values, plain_mean, share, swap
 from laconic.exchanges._wires import Sizes, chunks_of
@@ -72,7 +74,8 @@ class Hierarchical(Exchange):
         """Find out which ranks share a node, and make the groups; once for a group and `nodes`."""
         kept = _TEAMS.setdefault(group, {})
         if self.nodes not in kept:
-            kept[self.nodes] = _team(agreed_nodes(self.nodes, group), group)
+            kept[self.nodes] = team = _team(agreed_nodes(self.nodes, group), group)
+            weakref.finalize(group, _disband, team).atexit = False
 
     def check_group(self, codec: Codec, group: dist.ProcessGroup) -> None:
         team = _TEAMS[group][self.nodes]
@@ -208,6 +211,13 @@ def _team(nodes: Nodes, group: dist.ProcessGroup) -> _Team:
     # by how many groups a rank has, and these numbers must stay equal
     columns = tuple(tuple(node[j] for node in nodes if j < len(node)) for j in range(widest))
     return _Team(len(nodes), lanes, _own_group(nodes, group), _own_group(columns, group))
+
+
+def _disband(team: _Team) -> None:
+    """The group that it was made of is gone; on NCCL ranks would have to do this together."""
+    for group in (team.node, team.across):
+        if group is not None and on_gloo(group):
+            destroy(group)
 
 
 def _own_group(parts: Nodes, group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -51,8 +51,15 @@ class Compression:
         inside = model.module if isinstance(model, DistributedDataParallel) else model
         if before is not None and self._inside() is inside:  # wrapped again, for a second fit
             handle.load_state_dict(before.state_dict())
+        if before is not None:
+            before.close()
         self._wrapped, self._inside = weakref.ref(model), weakref.ref(inside)
         return True
+
+    def close(self) -> None:
+        """Give threads, connections and process groups back."""
+        if self.handle is not None:
+            self.handle.close()
 
     def news(self) -> str | None:
         """What "auto" has decided since the last call, in a sentence."""

@@ -49,6 +49,10 @@ class Handle(Protocol):
         """Go on from a state_dict."""
         ...
 
+    def close(self) -> None:
+        """Give threads, connections and process groups back."""
+        ...
+
 
 def own_rank() -> int:
     """This process's number, for states that are each rank's own."""

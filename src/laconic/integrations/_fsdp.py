@@ -91,6 +91,10 @@ class FSDPHandle:
             **(error_stats(self._run.memory) or error_stats(self._run.across)),
         )
 
+    def close(self) -> None:
+        """Nothing is encoded any more: behind the last step. The process groups are FSDP's."""
+        self._run.closed = True
+
     def state_dict(self) -> dict[str, Any]:
         """What must be saved, on every rank, to go on exactly: counters, and codecs' memories."""
         return {

@@ -34,6 +34,7 @@ class Run:
     across: dict[Hashable, Any] = field(default_factory=dict)  # and between replicas
     plain_bytes: int = 0
     exchange_seconds: float = 0.0
+    closed: bool = False
 
     @contextmanager
     def exchanging(self, plain_bytes: float) -> Iterator[None]:
@@ -99,6 +100,8 @@ class Unit:
         averaged later), means of each shard between replicas, and weights apart.
         """
         run = self.run
+        if run.closed:
+            raise ConfigError("this handle was closed: close() comes after the last step")
         return Call(
             group=group,
             seed=run.seed,

@@ -271,6 +271,14 @@ class HookState:
             correlation=nested and nested.correlation,
         )
 
+    def close(self) -> None:
+        """Give threads, connections and process groups back; on all ranks, behind the last step.
+
+        It also happens when the process ends.
+        """
+        for lane in self.lanes:
+            lane.close()
+
     def state_dict(self) -> dict[str, Any]:
         """What must be saved, on every rank, to go on exactly: steps, and all memories."""
         memories = {text: codec.state_dict() for text, codec in self._remembering()}

@@ -50,6 +50,10 @@ class Compress(Callback):
         """What `lc.compress` returned; None before fit, and on one process."""
         return self._compression.handle
 
+    def close(self) -> None:
+        """Give threads and process groups back, on all ranks; the process's end does it, too."""
+        self._compression.close()
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The strategy has wrapped the model; a checkpoint's state may have come before that."""
         model = trainer.strategy.model

@@ -54,6 +54,10 @@ class CompressCallback(TrainerCallback):
         """What `lc.compress` returned; None before training, and on one process."""
         return self._compression.handle
 
+    def close(self) -> None:
+        """Give threads and process groups back, on all ranks; the process's end does it, too."""
+        self._compression.close()
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -25,7 +25,10 @@ def split(work: Callable[[int, int], Result], total: int, unit: int) -> list[Res
         return [work(0, total)]
     edges = [total * i // threads for i in range(threads + 1)]
     pool = _pool(threads - 1, os.getpid())
-    rest = [pool.submit(work, *edges[i : i + 2]) for i in range(1, threads)]
+    try:
+        rest = [pool.submit(work, *edges[i : i + 2]) for i in range(1, threads)]
+    except RuntimeError:  # the program ends, and somebody encodes what is sent last
+        return [work(0, total)]
     try:
         first = work(0, edges[1])
     finally:  # the parts write into the caller's buffers: never return before they end

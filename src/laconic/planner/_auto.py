@@ -149,6 +149,13 @@ class Auto:
             plain_bytes=stats.plain_bytes + plain + looked,
         )
 
+    def close(self) -> None:
+        """Give threads, connections and process groups back; on all ranks, behind the last step.
+
+        It also happens when the process ends.
+        """
+        self._states[PLAIN].close()  # all share its lanes
+
     def state_dict(self) -> dict[str, Any]:
         """What must be saved, on every rank, to go on: the step, the choice, and its memories."""
         hook = self._states[self.choice]

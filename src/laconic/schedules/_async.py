@@ -90,15 +90,16 @@ class AsyncSGD(FlatOptimizer):
         self.codec = chosen_codec(codec, "codec")
         self.pull_codec = PLAIN if pull_codec is None else chosen_pull_codec(pull_codec)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.optimizer, self._roles = optimizer, Roles(group, servers, timeout_s)
-        self._begin(model, self._roles.group, servers)
-        self.serves = self._roles.serves  # this rank keeps weights: call serve()
+        self.optimizer, roles = optimizer, Roles(group, servers, timeout_s)
+        self._roles, self._lane, self._traffic = roles, roles.lane, roles.traffic
+        self._begin(model, roles.group, servers)
+        self.serves = roles.serves  # this rank keeps weights: call serve()
         self._skipped, self._delays, self._plain_bytes = [0, 0], Delays(), 0
         if self.serves:
-            self._keep(self._roles, most_delay=max_delay)
+            self._keep(roles, most_delay=max_delay)
             return
         # draws of coded pulls are this worker's own
-        self._remote = Remote(self.flat, self._roles, seed, self.pull_codec, self._roles.number + 1)
+        self._remote = Remote(self.flat, roles, seed, self.pull_codec, roles.number + 1)
         self._g, self._own, self._next = self.flat.empty(), self.flat.empty(), self.flat.empty()
         self._read(coded=False)
 
@@ -113,7 +114,7 @@ class AsyncSGD(FlatOptimizer):
         else:
             self._push_and_read()
         self._steps += 1
-        self._plain_bytes += self.flat.ring_bytes(self._roles.workers)
+        self._plain_bytes += self.flat.ring_bytes(self._lane.size - self.servers)
 
     @property
     def _coded(self) -> bool:
@@ -181,7 +182,7 @@ class AsyncSGD(FlatOptimizer):
         """On a worker: counts, bytes and delays so far."""
         if self.serves:
             raise ConfigError("this rank serves: server_stats()")
-        traffic = self._roles.traffic()
+        traffic = self._traffic()
         return AsyncStats(
             steps=self._steps,
             skipped_steps=self._skipped[0],

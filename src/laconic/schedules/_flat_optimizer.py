@@ -14,6 +14,7 @@ from laconic._version import __version__
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._agree import agree
+from laconic.exchanges._lane import Lane
 from laconic.schedules._module import load_buffers, own_buffers, same_start
 from laconic.schedules._ssd_checks import check_identity
 from laconic.server._chunk import Chunk
@@ -38,7 +39,9 @@ class FlatOptimizer(Optimizer):
     _serving: Serving  # where `serves`
     _trained: Trained
     _model: nn.Module
-    _group: dist.ProcessGroup
+    _lane: Lane
+    _roles: Roles | None
+    _rank: int
     _steps: int
     _away: bool  # this worker has left
     _swapped: bool  # the model shows global weights
@@ -49,7 +52,8 @@ class FlatOptimizer(Optimizer):
         self._model, self._trained = model, Trained(self.param_groups, model, name)
         self._trained.check_dense(model, name)
         self.flat = Flat(self._trained, owners)
-        self._group, self._steps, self._away, self._swapped = group, 0, False, False
+        self._rank = group.rank()
+        self._steps, self._away, self._swapped = 0, False, False
         more = {
             "laconic": __version__,
             "groups": str(settings_of(self.param_groups)),
@@ -60,7 +64,7 @@ class FlatOptimizer(Optimizer):
 
     def _keep(self, roles: Roles, *, most_delay: int | None) -> None:
         """On a server: its chunk of the weights."""
-        chunk = Chunk(self.flat, roles.number, roles.group, self.seed)
+        chunk = Chunk(self.flat, roles.number, roles.lane, self.seed)
         keeper = Keeper(chunk, self.flat, self.optimizer, self.codec, self.pull_codec)
         self._serving = Serving(keeper, roles, most_delay=most_delay)
 
@@ -76,8 +80,7 @@ class FlatOptimizer(Optimizer):
 
     def _identity(self) -> dict[str, str]:
         """What a saved state must agree with."""
-        group = self._group
-        of_rank = {"values": self.flat.numel, "ranks": group.size(), "rank": group.rank()}
+        of_rank = {"values": self.flat.numel, "ranks": self._lane.size, "rank": self._rank}
         return {**self._settings(), **{name: str(value) for name, value in of_rank.items()}}
 
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -106,6 +109,15 @@ class FlatOptimizer(Optimizer):
         for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(settings)
         load_buffers(self._model, state_dict["buffers"])
+
+    def close(self) -> None:
+        """Give threads, connections and process groups back; on all ranks, behind the last step.
+
+        Waits for what is under way. It also happens when the process ends.
+        """
+        self._lane.close()
+        if self._roles is not None:
+            self._roles.close()
 
     def serve(self, each: Callable[[int], object] | None = None) -> None:
         """On server ranks: keep weights until the last worker has left, or is lost.

@@ -317,9 +317,16 @@ class LocalSGD(torch.optim.Optimizer):
             for tensor, own in zip(tensors, kept, strict=True):
                 tensor.copy_(own)
 
+    def close(self) -> None:
+        """Give the thread and the process group back; on all ranks, behind the last step.
+
+        Waits for an exchange that is under way. It also happens when the process ends.
+        """
+        self._lane.close()
+
     def stats(self) -> LocalStats:
         """Bytes and times so far."""
-        size, traffic = self._lane.group.size(), self._lane.traffic
+        size, traffic = self._lane.size, self._lane.traffic
         ring = round(2 * (size - 1) / size * 4 * self._vector.weights.numel)
         return LocalStats(
             steps=self._step,

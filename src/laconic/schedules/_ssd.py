@@ -122,10 +122,11 @@ class SSD(FlatOptimizer):
         self.pull_codec = PLAIN if pull_codec is None else chosen_pull_codec(pull_codec)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         roles = Roles(group, servers, timeout_s) if servers else None
-        self.lane = Lane(roles.group if roles else own_group(group, timeout_s))
+        self._roles = roles
+        self._lane = roles.lane if roles else Lane(own_group(group, timeout_s))
         self.optimizer, self.servers = optimizer, servers
         self.serves = roles is not None and roles.serves  # this rank keeps weights: call serve()
-        self._begin(model, self.lane.group, servers or self.lane.group.size())
+        self._begin(model, self._lane.group, servers or self._lane.group.size())
         self._pulls = 0
         if roles and roles.serves:
             self._keep(roles, most_delay=None)
@@ -134,9 +135,9 @@ class SSD(FlatOptimizer):
         self._replica = Replica(self.flat, self.local, period, decoupled=decoupled)
         self._masters: Masters | Served
         if roles:
-            self._masters = Served(self.flat, roles, self.lane, seed, self.pull_codec)
+            self._masters = Served(self.flat, roles, self._lane, seed, self.pull_codec)
         else:
-            self._masters = Masters(self.flat, optimizer, self._replica.own, self.lane, seed)
+            self._masters = Masters(self.flat, optimizer, self._replica.own, self._lane, seed)
         self._gradients = self.flat.empty(), self.flat.empty()  # one is sent, one is filled
 
     @torch.no_grad()
@@ -232,8 +233,8 @@ class SSD(FlatOptimizer):
             skipped_steps=steps,
             skipped_shards=shards,
             sent_bytes=traffic.sent_bytes,
-            plain_bytes=self.lane.plain_bytes,
-            exchange_seconds=self.lane.seconds,
+            plain_bytes=self._lane.plain_bytes,
+            exchange_seconds=self._lane.seconds,
             wire_seconds=traffic.wire_seconds,
         )
 

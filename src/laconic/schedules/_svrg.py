@@ -236,6 +236,10 @@ class QSVRG:
     def _take(self, name: str, more: int = 0) -> Tensor:
         return self._world.scratch.take(name, self._x.numel() + more, self._sum.device)
 
+    def close(self) -> None:
+        """Give the process group back; on all ranks, behind the last step."""
+        self._world.close()
+
     def stats(self) -> SVRGStats:
         """What this rank has done; bytes and times since it was made or loaded."""
         (loss, norm), traffic, n = self._seen.tolist(), self._world.traffic, self._world.size

@@ -15,7 +15,7 @@ from laconic.codecs._memory import Scratch
 from laconic.errors import ConfigError
 from laconic.exchanges import Call, Exchange, Traffic
 from laconic.exchanges._agree import agree
-from laconic.exchanges._lane import own_group
+from laconic.exchanges._lane import Lane, own_group
 from laconic.exchanges._transport import sum_in_place
 from laconic.schedules._module import same_start
 
@@ -31,13 +31,22 @@ class World:
     ) -> None:
         if group is not None and not dist.is_initialized():
             raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
-        self._group = own_group(group, timeout_s) if dist.is_initialized() else None
+        self._lane = Lane(own_group(group, timeout_s)) if dist.is_initialized() else None
         self.rank = self._group.rank() if self._group else 0
         self.size = self._group.size() if self._group else 1
         self._device, self._seed = device, seed
         self.scratch, self.traffic = Scratch(), Traffic()
         self._known: set[Hashable] = set()
         self.memory: dict[Hashable, Any] = {}  # of exchanges
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._lane and self._lane.group
+
+    def close(self) -> None:
+        """Give the group back."""
+        if self._lane is not None:
+            self._lane.close()
 
     def join(self, settings: dict[str, str], exchange: Exchange) -> None:
         """ConfigError on all ranks unless all have the same settings."""

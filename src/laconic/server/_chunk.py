@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from laconic.codecs import Codec, Place, Uncompressed
 from laconic.codecs._memory import Scratch
 from laconic.exchanges import Call
+from laconic.exchanges._lane import Lane
 from laconic.exchanges._wires import decode, encode, segments_of
 from laconic.server._flat import Flat
 
@@ -21,9 +21,9 @@ HOST = torch.device("cpu")
 class Chunk:
     """Chunk `number` of a flat vector, as it travels between any worker and its server."""
 
-    def __init__(self, flat: Flat, number: int, group: dist.ProcessGroup, seed: int) -> None:
+    def __init__(self, flat: Flat, number: int, lane: Lane, seed: int) -> None:
         self.number, self.device = number, flat.device
-        self._group, self._seed, self._places = group, seed, flat.places
+        self._lane, self._seed, self._places = lane, seed, flat.places
         self._scratch = Scratch()
         self._known: set[Hashable] = set()
         self.first, self.last = flat.edges[number], flat.edges[number + 1]
@@ -32,7 +32,7 @@ class Chunk:
     def call(self, step: int) -> Call:
         """What names the draws of a step; scratch and what is known are kept."""
         return Call(
-            group=self._group,
+            group=self._lane.group,
             seed=self._seed,
             step=step,
             places=self._places,

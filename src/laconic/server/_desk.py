@@ -56,32 +56,37 @@ class Desk:
         self._away: set[int] = set()
         self._answered = [threading.Event() for _ in links]  # nothing is owed to a worker
         self._most = {Kind.PUSH: most_bytes, Kind.SETTINGS: MOST_BYTES}
-        self._threads = [
+        self.threads = [
             threading.Thread(
                 target=self._converse, args=(worker,), daemon=True, name=f"laconic-link-{worker}"
             )
             for worker in range(len(links))
         ]
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
 
     def take(self) -> Request:
         """The next request."""
         return self._inbox.get()
 
-    def close(self, sentence: str = _ENDED) -> None:
-        """Answer everything with this sentence, from now on; until all who are here know it."""
+    def close(self, sentence: str = _ENDED, within_s: float | None = None) -> None:
+        """Answer everything with this sentence, from now on; until all who are here know it.
+
+        Some may ask too late; threads then wait for them until the links are closed.
+        """
+        deadline = None if within_s is None else time.monotonic() + within_s
         with self._lock:
             self._sentence = sentence
             waiting = list(self._asked.values())
         for request in waiting:
             if not request._answer.done():
                 request.reply(*failed(sentence))
-        for worker, thread in enumerate(self._threads):
+        for worker, thread in enumerate(self.threads):
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             if worker in self._away:
-                self._answered[worker].wait()
+                self._answered[worker].wait(left_s)
             else:
-                thread.join()
+                thread.join(left_s)
 
     def _converse(self, worker: int) -> None:
         link, settings = self._links[worker], self._like

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from laconic.errors import LostError, WireError
+from laconic.errors import ConfigError, LostError, WireError
 from laconic.exchanges import Traffic
+from laconic.exchanges._ending import break_off
 from laconic.kernels import backend
 
 _MAGIC = b"LCSV"
@@ -121,10 +122,22 @@ class Link:
         # not dist.new_group: its names count all groups of a process, which differ between ranks
         name = f"laconic/{low}-{high}/{_made[low, high]}"
         store = _c10d.PrefixStore(name, _c10d._get_default_store())  # the job's own
-        self._group = _c10d.ProcessGroupGloo(store, int(rank == high), 2, timeout)
+        self._gloo = _c10d.ProcessGroupGloo(store, int(rank == high), 2, timeout)
         self.peer, self._there = peer, int(rank == low)
         self.traffic = Traffic()  # of this link alone: links have threads of their own
         self._works: list[tuple[Any, Tensor]] = []
+
+    @property
+    def _group(self) -> Any:
+        if self._gloo is None:
+            raise ConfigError(f"the link to rank {self.peer} was closed: close() comes last")
+        return self._gloo
+
+    def close(self) -> None:
+        """Whoever waits here for the peer gets LostError, as the peer does that waits for us."""
+        gloo, self._gloo = self._gloo, None
+        if gloo is not None:
+            break_off(gloo)
 
     def start(self, frame: Frame, body: Tensor | None = None) -> None:
         """Send; the body may not be touched before `finish`, or before the peer has answered."""

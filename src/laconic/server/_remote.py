@@ -46,7 +46,7 @@ class Remote:
 
     def __init__(self, flat: Flat, roles: Roles, seed: int, pull_codec: Codec, whose: int) -> None:
         self._flat, self._roles, self._pull_codec, self._whose = flat, roles, pull_codec, whose
-        self._chunks = [Chunk(flat, s, roles.group, seed) for s in range(roles.servers)]
+        self._chunks = [Chunk(flat, s, roles.lane, seed) for s in range(roles.servers)]
         self._told: Settings | None = None
         self._scratch = Scratch()
         self.versions = [0] * roles.servers  # of the weights that were read last

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from datetime import timedelta
+from threading import Thread, current_thread
 
 import torch.distributed as dist
 
 from laconic.errors import ConfigError
 from laconic.exchanges import Traffic
-from laconic.exchanges._lane import own_group
+from laconic.exchanges._ending import close_at_exit
+from laconic.exchanges._lane import Lane, own_group
 from laconic.server._link import Link
 
 
@@ -20,7 +24,7 @@ class Roles:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, servers: int, timeout_s: float) -> None:
-        self.group, self.servers = own_group(group, timeout_s), servers
+        self.lane, self.servers = Lane(own_group(group, timeout_s)), servers
         self.workers = self.group.size() - servers
         if self.workers < 1:
             raise ConfigError(
@@ -31,6 +35,19 @@ class Roles:
         self.serves = rank < servers
         self.number = rank if self.serves else rank - servers
         self.links = self._link(timedelta(seconds=timeout_s))
+        self.threads: list[Thread] = []  # that wait at links
+        weakref.finalize(self, _hang_up, self.links, self.threads).atexit = False
+        close_at_exit(self)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Of all servers and workers."""
+        return self.lane.group
+
+    def close(self) -> None:
+        """End what is under way, the links, the threads that wait there, and the group."""
+        self.lane.close()
+        _hang_up(self.links, self.threads)
 
     def _link(self, timeout: timedelta) -> list[Link]:
         ranks = dist.get_process_group_ranks(self.group)
@@ -49,3 +66,12 @@ class Roles:
     def rank_of(self, worker: int) -> int:
         """A worker's global rank, for people."""
         return dist.get_global_rank(self.group, self.servers + worker)
+
+
+def _hang_up(links: Sequence[Link], threads: list[Thread]) -> None:
+    for link in links:
+        link.close()
+    while threads:
+        thread = threads.pop()
+        if thread is not current_thread():
+            thread.join()

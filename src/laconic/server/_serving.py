@@ -14,6 +14,8 @@ from laconic.server._keeper import ALL, Keeper
 from laconic.server._roles import Roles
 from laconic.server._rounds import Rounds
 
+_TELL_S = 10.0  # for workers to hear of an error of the server; later they see that it is gone
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStats:
@@ -44,11 +46,12 @@ class Serving:
         """Until the last worker has left; errors are told to all workers first."""
         now = self._now = self._mode()
         desk = Desk(self._roles.links, self._keeper.most_bytes, self._keeper.settings)
+        self._roles.threads.extend(desk.threads)
         try:
             now.serve(desk, each)
         except BaseException as error:
             known = isinstance(error, LaconicError)
-            desk.close(str(error) if known else f"a server failed: {error!r}")
+            desk.close(str(error) if known else f"a server failed: {error!r}", _TELL_S)
             raise
         finally:
             self.updates = self._updates()
