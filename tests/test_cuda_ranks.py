@@ -141,7 +141,7 @@ def nccl(tmp_path: Path) -> Any:
 def test_nccl_and_no_waiting_for_fixed_widths(nccl: None) -> None:
     for text in FIXED:
         model = DistributedDataParallel(network().cuda(), bucket_cap_mb=0.05)
-        lc.compress(model, text)
+        lc.compress(model, text, even_alone=True)
         on_gpu(model, 3, 0)
         x, y = torch.randn(32, 64).cuda(), torch.zeros(32, dtype=torch.int64).cuda()
         with host_never_waits():
@@ -149,5 +149,5 @@ def test_nccl_and_no_waiting_for_fixed_widths(nccl: None) -> None:
                 nn.functional.cross_entropy(model(x), y).backward()
         assert flat(model).isfinite().all()
     model = DistributedDataParallel(network().cuda())
-    lc.compress(model, "ecdq:error=0.05")
+    lc.compress(model, "ecdq:error=0.05", even_alone=True)
     on_gpu(model, 20, 0)
