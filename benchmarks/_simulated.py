@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -18,13 +19,15 @@ import torch
 from torch import Tensor, nn
 
 import laconic as lc
+from benchmarks._ranks import Rank, Switch, on_all
 from laconic.codecs import Codec
 from laconic.exchanges import Call
-from laconic.exchanges._wires import encode
 from laconic.schedules import LocalRule, Outer
 from laconic.schedules._masters import PLAIN
+from laconic.schedules._push_pull import push
 from laconic.schedules._replica import Replica
 from laconic.server._flat import Flat
+from laconic.server._parameters import Trained
 from laconic.server._shard import Shard, settings_of
 
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
@@ -88,7 +91,8 @@ class Packed(Flat):
     """
 
     def __init__(self, model: nn.Module, ranks: int) -> None:
-        super().__init__([{"params": list(model.parameters())}], model, ranks)
+        groups = [{"params": list(model.parameters())}]
+        super().__init__(Trained(groups, model, "a simulation"), ranks)
         self.weights, self.gradients = self.empty(), self.empty()
         super().read(self.weights)
         for p, view in zip(self.parameters, self._views(self.weights), strict=True):
@@ -186,19 +190,6 @@ def begun(slot: Slot, setting: Setting, seed: int) -> Run:
     return Local(slot, setting) if setting.kind == "local" else Delayed(slot, setting, seed)
 
 
-class _Alone:
-    """A group for keys and names of scratch memory; nobody talks."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return 0
-
-
 class Delayed:
     """SSD, step by step as `SSD.step` takes them; synchronous training is a warm-up without end.
 
@@ -206,7 +197,7 @@ class Delayed:
     """
 
     def __init__(self, slot: Slot, setting: Setting, seed: int) -> None:
-        self._slot, self._setting, self._seed = slot, setting, seed
+        self._slot, self._setting = slot, setting
         flat = slot.flats[0]
         steps = slot.task.steps if setting.kind == "sync" else setting.warmup * slot.task.epoch
         self._warmup = round(steps)
@@ -218,8 +209,12 @@ class Delayed:
         self._shard = Shard(optimizer, self._replicas[0].own, flat.groups)
         self._fine = torch.zeros(1, device=flat.device)
         self._codec = lc.codec(setting.codec)
-        group: Any = _Alone(slot.task.workers)
-        self._call = Call(group=group, seed=seed, places=flat.places)
+        workers = slot.task.workers
+        self._switch = Switch(workers)
+        self._calls = [
+            Call(group=Rank(self._switch, rank), seed=seed, places=flat.places)
+            for rank in range(workers)
+        ]
 
     def step(self, t: int, rate: float) -> None:
         gradients = clipped(self._slot.gradients(), self._setting.clip)
@@ -253,22 +248,14 @@ class Delayed:
         self._shard.optimizer.step()
 
     def _encoded_mean(self, gradients: Sequence[Tensor], t: int, codec: Codec) -> None:
-        """As `push` does it: the owner's own values are exact, all others are encoded."""
-        flat, n = self._slot.flats[0], len(gradients)
-        call = Call(
-            group=self._call.group,
-            seed=self._seed,
-            step=t,
-            places=flat.places,
-            scratch=self._call.scratch,
-        )
-        for j, out in enumerate(flat.chunks(self._shard.mean)):
-            places = call.inside(flat.edges[j], flat.edges[j + 1])
-            torch.mul(flat.chunks(gradients[j])[j], 1 / n, out=out)
-            for i, g in enumerate(gradients):
-                if i != j and out.numel():
-                    wire = encode(codec, flat.chunks(g)[j], call.key(i, j), places, call)
-                    codec.decode(wire, out=out, add=True, weight=1 / n)
+        """The product's own push, on ranks that are threads."""
+        flat = self._slot.flats[0]
+        work = []
+        for j, (g, call) in enumerate(zip(gradients, self._calls, strict=True)):
+            out = flat.chunks(self._shard.mean)[j]
+            now = replace(call, step=t)
+            work.append(partial(push, flat, g, self._fine.clone(), codec, now, out))
+        on_all([self._switch], work)
 
 
 class Local:

@@ -16,6 +16,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from test_cuda_ranks import host_never_waits, needs_cuda
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -153,6 +154,7 @@ CASES = [
 ]
 
 
+@pytest.mark.timeout(300)  # the first one may compile kernels
 @pytest.mark.parametrize(("spec", "size", "kinds"), CASES, ids=lambda case: str(case)[:40])
 def test_the_budget_holds_at_every_step(spec: str, size: int, kinds: Sequence[str]) -> None:
     """With evidence of the steps before, and without: gradients change, cancel, are sparse."""
@@ -334,6 +336,37 @@ def _reduce(x: Tensor, edges: list[int], codec: lc.Codec, call: Call, out: Tenso
         rest=[no_values(x)] * len(bounds),
         rest_out=no_values(x),
     )
+
+
+@needs_cuda
+def test_shares_that_only_a_device_knows_are_those_of_the_host() -> None:
+    codec, x = lc.codec("ecdq:error=0.08"), torch.randn(40_000, device="cuda")
+    shares = torch.tensor([0.25, 2.0], dtype=torch.float64)
+    spent = [torch.empty(2, device="cuda") for _ in range(2)]
+    said: Any = {"key": lc.Key(step=3), "segments": [30_000, 10_000]}
+    wires = [codec.encode(x, **said, shares=shares.tolist(), spent=spent[0])]
+    own, room = shares.cuda(), torch.empty_like(wires[0].buffer)
+    codec.encode(x, **said, shares=own, spent=spent[1], out=room)
+    with host_never_waits():
+        wires.append(codec.encode(x, **said, shares=own, spent=spent[1], out=room))
+    assert torch.equal(wires[0].data, wires[1].data) and torch.equal(*spent)
+    with pytest.raises(ValueError, match="float64"):
+        codec.encode(x, **said, shares=own.float())
+
+
+@needs_cuda
+@pytest.mark.parametrize("spec", ["ecdq:error=0.08", "ecdq:error=0.08@allgather"])
+def test_the_budget_holds_on_a_gpu(spec: str) -> None:
+    made: list[float] = []
+    for kind in ("dense", "cancelling"):
+        with World(spec, 3) as world:
+            for step in range(4):
+                xs = [x.cuda() for x in gradients(kind, 3, step)]
+                parts = (25_000, xs[0].numel() - 25_000)
+                made += errors(world.mean(xs, parts, step), xs, parts)
+            found = budget_report(world.memories[0])
+        assert found is not None and found.largest <= LIMIT * E
+    assert max(made) <= 1.3 * E
 
 
 # what a ledger tells

@@ -46,7 +46,7 @@ class AllGather(Exchange):
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         n, places = call.size, call.inside(0, x.numel())
         plain = no_values(x) if rest is None else rest
-        account = Account.of(codec, call, [places], [x.numel()], ALONE)
+        account = Account.of(codec, call, [places], [x.numel()], ALONE, own_exact=False)
         if account is None:
             self._mean(x, codec, call, places, plain)
             return

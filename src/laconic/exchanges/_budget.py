@@ -74,13 +74,16 @@ class _Parts:
 
     def summed(self, chunks: Sequence[int], values: Numbers) -> Numbers:
         """Sums over segments, one after another, for each parameter."""
-        rows = [row for chunk in chunks for row in self.rows[chunk]]
+        rows = np.array([row for chunk in chunks for row in self.rows[chunk]], np.int64)
         total = np.bincount(rows, weights=values, minlength=len(self.parameters))
         return total.astype(np.float64)  # of nothing they are integers
 
 
 class Account:
-    """The budget of one exchange; `first` is the share of encodings by ranks, for n·κ = 1."""
+    """The budget of one exchange; `first` is the share of encodings by ranks, for n·κ = 1.
+
+    `own_exact` says that owners of chunks take their own values as they are.
+    """
 
     def __init__(
         self,
@@ -89,9 +92,11 @@ class Account:
         places: Sequence[Sequence[Place]],
         counts: Sequence[int],
         first: float,
+        own_exact: bool,
     ) -> None:
         assert codec.budget is not None
-        self.codec, self.call, self.budget, self.first = codec, call, codec.budget, first
+        self.call, self.budget, self.first = call, codec.budget, first
+        self._own_exact = own_exact
         self.parts = _Parts.of(places, counts, call.tensor)
         self._ledger: Ledger = ledger_of(call.memory)
         parameters, numels = self.parts.parameters, self.parts.numels
@@ -106,11 +111,12 @@ class Account:
         places: Sequence[Sequence[Place]],
         counts: Sequence[int],
         first: float,
+        own_exact: bool = True,
     ) -> Account | None:
         """None for codecs without a budget, or that cannot tell what they spend; and if alone."""
         if codec.budget is None or not codec.knows_error or call.size == 1:
             return None
-        return Account(codec, call, places, counts, first)
+        return Account(codec, call, places, counts, first, own_exact)
 
     def shares(self, chunk: int) -> list[float]:
         """Of the budget, for a rank's encoding of a chunk."""
@@ -150,9 +156,15 @@ class Account:
         return left.clamp(_BACK_LEAST, _BACK_MOST)
 
     def settle_alone(self, first: Tensor, x: Tensor) -> None:
-        """`settle`, where all ranks have decoded all of x: E1 of its segments."""
-        squares = self.squares(0, x) if len(first) else first
-        host = torch.stack([first, squares]).cpu().double().numpy()  # a wait for a device
+        """`settle`, where all ranks have decoded all of x: E1 of its segments.
+
+        Every rank adds up squares by itself: in fp64, because ranks with other processors add in
+        another order, and must not come to another decision.
+        """
+        exact = torch.float64
+        parts = [torch.linalg.vector_norm(part, dtype=exact) for part in self.parts.split(0, x)]
+        squares = torch.stack(parts).square() if parts else first
+        host = torch.stack([first.double(), squares]).cpu().numpy()  # a wait for a device
         spent, power = (self.parts.summed([0], row) for row in host)
         self.settle(spent, np.zeros_like(spent), power)
 
@@ -179,9 +191,9 @@ class Account:
         )
 
     def _worth(self) -> float:
-        """κ of n·κ = 1 as observed: an owner's own values lose nothing."""
+        """κ of n·κ = 1 as observed; an owner's own values may lose nothing."""
         n = self.call.size
-        return (n - 1) / n**2 if self.first == FIRST else 1 / n
+        return (n - self._own_exact) / n**2
 
     @contextmanager
     def exact(self, chunks: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterator[None]:

@@ -77,11 +77,14 @@ class BucketOrder:
     alone is exchanged without overlap. With `static_graph=True` DDP cuts after two passes, and all
     numbers of steps double (`passes=2`).
 
+    `settled=0` leaves the first rule out, for those whose first steps must be plain DDP's own.
+
     A bucket that is as wanted passes at once. Others wait for the last bucket of the step, are put
     together and exchanged, and their means put back: one more copy, on these few steps.
     """
 
     passes: int = _REBUILT
+    settled: int = _SETTLED
     _numbers: dict[int, int] = field(default_factory=dict)  # by id of the parameter
     _kinds: dict[int, tuple[torch.dtype, torch.device]] = field(default_factory=dict)
     _seen: Layout = ()  # DDP's own, in the last backward pass
@@ -131,7 +134,7 @@ class BucketOrder:
 
     def _wanted(self, step: int) -> Layout | None:
         """The layout of a step; None if it is DDP's own."""
-        if step < _SETTLED * self.passes:
+        if step < self.settled * self.passes:
             return self._whole(self._numbers.values())
         if self._saved is not None and self._since < self.passes:
             return self._saved

@@ -310,6 +310,7 @@ class Auto:
     def _share_out(self) -> None:
         """One room for buffers, and one order of buckets, for all strategies."""
         scratch, order = Scratch(), self._states[PLAIN].order
+        order.settled = 0  # nothing is chosen yet, and plain steps are DDP's own
         for state in self._states.values():
             state.scratch, state.order = scratch, order
 
