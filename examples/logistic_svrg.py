@@ -153,7 +153,6 @@ def worker(rank: int, size: int, epochs: int, store: str, results: Any) -> None:
     rows = [svrg(data, epochs, None), svrg(data, epochs, "none"), qsgd(data, epochs, rank, size)]
     if rank == 0:
         results.put(rows)
-    dist.barrier()
     dist.destroy_process_group()
 
 

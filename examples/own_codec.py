@@ -86,5 +86,4 @@ if __name__ == "__main__":
     before, after = train()
     if dist.get_rank() == 0:
         print(f"every rule is kept; loss {before:.3f} at first, {after:.3f} in the end")
-    dist.barrier()
     dist.destroy_process_group()

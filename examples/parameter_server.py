@@ -46,7 +46,6 @@ def main() -> None:
             )
     else:
         work(opt, model)
-    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -40,6 +40,5 @@ with opt.global_weights(), torch.no_grad():  # ranks differ between pulls; this 
     weights = {name: value.clone() for name, value in model.state_dict().items()}
 if rank == 0:
     print(f"{accuracy:.1%} right, {opt.stats().ratio:.1f} times fewer bytes")
-opt.wait()
-dist.barrier()  # ranks leave together: Gloo may abort one whose peer has gone
+opt.close()
 dist.destroy_process_group()
