@@ -303,6 +303,27 @@ def timelines() -> str:
     )
 
 
+def budget() -> str:
+    """How much of the budget steps really used, by shape of gradients."""
+    found = rows("budget")
+    kinds = list(dict.fromkeys(row["kind"] for row in found))
+    groups = []
+    for heading, field in (("Mean over steps", "mean"), ("Largest single step", "largest")):
+        most = [
+            (kind.replace("_", " "), 100 * max(r[field] for r in found if r["kind"] == kind))
+            for kind in kinds
+        ]
+        groups.append((f"{heading}, the worst of all runs", most))
+    return bar_plot(
+        title="error=0.08, and the error that was made",
+        description="Relative squared error of the averaged gradient in percent of the budget of "
+        "0.08, for shapes of gradients, on 2, 3, 5 and 8 ranks.",
+        groups=groups,
+        unit="%",
+        note="100% is error=0.08. python -m benchmarks.budget",
+    )
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "race": race_picture,
     "steps": steps,
@@ -311,6 +332,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "exchange-bytes": exchange_bytes,
     "error-workers": error_workers,
     "error-likeness": error_likeness,
+    "budget": budget,
     "rates": rates,
     "timelines": timelines,
 }

@@ -23,6 +23,7 @@ x = torch.ones(1)
 dist.all_reduce(x)
 print("sum", int(x), flush=True)
 dist.barrier()
+dist.destroy_process_group()
 """
 
 
