@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ def run(jobs: Sequence[Job], size: int, folder: Path) -> Answers:
     answers = {}
     try:
         for _ in range(size * len(jobs)):
-            rank, name, value, problem = results.get(timeout=200)
+            rank, name, value, problem = pickle.loads(results.get(timeout=200))
             assert problem is None, f"rank {rank}, {name}: {problem}"
             answers[rank, name] = value
         for process in started:
@@ -77,13 +78,18 @@ def member(rank: int, size: int, store: str) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _put(results: Any, *answer: Any) -> None:
+    # torch's queues send a descriptor of a tensor, lost if its sender ends before it is read
+    results.put(pickle.dumps(answer))
+
+
 def _worker(rank: int, size: int, store: str, jobs: Sequence[Job], results: Any) -> None:
     with member(rank, size, store):
         for job in jobs:
             try:
-                results.put((rank, job.__name__, job(rank), None))
+                _put(results, rank, job.__name__, job(rank), None)
             except Exception:
-                results.put((rank, job.__name__, None, traceback.format_exc()))
+                _put(results, rank, job.__name__, None, traceback.format_exc())
                 results.close()
                 results.join_thread()
                 os._exit(1)  # peers may wait for this rank

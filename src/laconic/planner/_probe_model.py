@@ -6,6 +6,7 @@ its real buckets are measured, too.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -87,16 +88,18 @@ def probe_model(
     replicas.register_comm_hook(seen, _silent)
     optimizer = setup.optimizer or torch.optim.SGD(model.parameters(), lr=0.0)
     steps = [_step(replicas, setup.loss, optimizer, seen, clock) for _ in range(_UNMEASURED)]
-    count = round(patience_s / max(1e-6, clock.mean(sum(steps[-1].spans))))
-    count = max(_FEWEST, min(_MOST, count))
-    steps = [_step(replicas, setup.loss, optimizer, seen, clock) for _ in range(count)]
-    skew = _skew(lambda: _step(replicas, setup.loss, optimizer, seen, clock), clock, steps)
+    # before the timed steps: nothing is exchanged in them, so that they may well diverge
     seen.keep = True
     _step(replicas, setup.loss, optimizer, seen, clock)
+    seen.keep = False
     chosen = policy or Policy()
     names = {id(p): name for name, p in model.named_parameters()}
     worth = [[bool(chosen(names[id(p)], p)) for p in bucket] for bucket in seen.buckets]
     sample = _sample(seen, worth, clock.group)
+    count = round(patience_s / max(1e-6, clock.mean(sum(steps[-1].spans))))
+    count = max(_FEWEST, min(_MOST, count))
+    steps = [_step(replicas, setup.loss, optimizer, seen, clock) for _ in range(count)]
+    skew = _skew(lambda: _step(replicas, setup.loss, optimizer, seen, clock), clock, steps)
     forward, backward, rest = (
         clock.mean(usual([step.spans[i] for step in steps])) for i in range(3)
     )
@@ -202,4 +205,9 @@ def _sample(seen: _Seen, worth: list[list[bool]], group: dist.ProcessGroup) -> S
     power = torch.stack([own.float().square().sum(), mean.square().sum()])
     dist.all_reduce(power, group=group)
     alone, common = power.tolist()
+    if not math.isfinite(alone):
+        raise ConfigError(
+            "the gradients of this model are not finite after a few steps on each rank alone: "
+            "probe with a lower learning rate"
+        )
     return Sample(own, mean.to(own.dtype), tuple(segments), common / alone if alone else 1.0)
