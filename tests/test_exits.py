@@ -96,6 +96,24 @@ for _ in range(3):
     assert codes(script, 2, tmp_path, times=3) == [[0, 0]] * 3
 
 
+def test_gloo_s_own_threads_are_waited_for(tmp_path: Path) -> None:
+    """DDP keeps its group. Its threads run last here, as on a machine with much else to do."""
+    script = """
+import os, pathlib
+from torch.nn.parallel import DistributedDataParallel
+first = DistributedDataParallel(nn.Linear(200, 100))
+lc.compress(first, "dqsg", policy=lc.Policy(min_numel=0)).close()
+plain = DistributedDataParallel(model)
+for task in pathlib.Path("/proc/self/task").iterdir():
+    os.sched_setaffinity(int(task.name), {min(os.sched_getaffinity(0))})
+    if (task / "comm").read_text() == "pt_gloo_runloop\\n":
+        os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+compute(plain)
+dist.destroy_process_group()
+"""
+    assert codes(script, 2, tmp_path, times=5) == [[0, 0]] * 5
+
+
 def test_the_last_steps_exchange_is_waited_for(tmp_path: Path) -> None:
     """A rank that is ahead at the end of the program takes part in what the others still need."""
     script = """

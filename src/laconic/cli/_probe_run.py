@@ -23,6 +23,7 @@ from laconic.cli._common import FAILED, INPUT, leave, print_json
 from laconic.codecs import codec
 from laconic.codecs._spec import split
 from laconic.errors import ConfigError, LaconicError
+from laconic.exchanges._ending import wait_for_gloo_threads
 from laconic.planner import Line, Links, Probe, load_setup
 from laconic.planner import probe as measure
 from laconic.planner._names import short
@@ -99,6 +100,7 @@ def _ranks(patience_s: float) -> Iterator[torch.device]:
         dist.barrier()  # Gloo aborts a rank whose peer leaves while it still listens
     finally:
         dist.destroy_process_group()
+        wait_for_gloo_threads()
 
 
 def split_codecs(text: str) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 A thread that is inside torch while the interpreter ends aborts the process: it asks for the GIL,
 Python ends it there, and C++ does not let a thread end inside its destructors ("terminate called
 without an active exception"). So no thread of ours may be left by then, and none may wait there
-for peers that are not coming.
+for peers that are not coming. A thread of torch's may: DDP keeps its process group, whose Gloo
+threads ask for the GIL when they drop the last operation, after whoever waited for it has resumed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any, Protocol
 from weakref import ref
 
@@ -25,6 +28,8 @@ from torch.distributed import distributed_c10d
 _CPU = torch.device("cpu")
 _SOON = timedelta(milliseconds=1)
 _UNUSED_TAG = 0x1AC0
+_GLOO_THREAD = "pt_gloo_runloop"
+_PATIENCE_S = 2.0  # for a Gloo thread to drop what it has finished
 _c10d: Any = distributed_c10d
 
 
@@ -60,6 +65,29 @@ def _close_all(process: int) -> None:
             owner = _open.pop()()
             if owner is not None:
                 owner.close()
+        wait_for_gloo_threads()
+
+
+def wait_for_gloo_threads() -> None:
+    """Until torch's Gloo threads sleep, as they do between operations; where /proc tells.
+
+    The GIL is free while this waits. A thread that asks for it sleeps, too, and has got it by the
+    second look.
+    """
+    end, idle = time.monotonic() + _PATIENCE_S, 0
+    while idle < 2 and time.monotonic() < end:
+        idle = idle + 1 if all(state == "S" for state in _gloo_threads()) else 0
+        time.sleep(0.001)
+
+
+def _gloo_threads() -> list[str]:
+    """The states of those of this process, as the kernel tells them."""
+    states = []
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it has just ended
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            states += [rest.split()[0]] if name == _GLOO_THREAD else []
+    return states
 
 
 def failing() -> bool:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from laconic.exchanges._ending import wait_for_gloo_threads
 from laconic.planner import Setup, probe
 from laconic.race._data import load
 from laconic.race._quantize import quantized
@@ -119,12 +120,18 @@ class Worker:
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
-        """A digest of the weights, and what auto chose."""
+        """A digest of the weights, what auto chose, and the error that was made."""
         weights = sha256()
         with self.shared_weights():
             for parameter in self.network.parameters():
                 weights.update(parameter.detach().numpy().tobytes())
-        return {"weights": weights.hexdigest(), "choice": getattr(self.handle, "choice", None)}
+        stats = self.handle.stats() if self.handle is not None else None
+        return {
+            "weights": weights.hexdigest(),
+            "choice": getattr(self.handle, "choice", None),
+            "error": getattr(stats, "error_mean", None),
+            "error_budget": getattr(stats, "error_budget", None),
+        }
 
     def probe(self, codecs: list[str], seconds: float) -> dict[str, Any]:
         """Links, device, codecs and this network, without any strategy."""
@@ -179,6 +186,7 @@ def main() -> None:
     for line in sys.stdin:
         tell(worker.answer(json.loads(line)))
     dist.destroy_process_group()
+    wait_for_gloo_threads()  # those of plain DDP
 
 
 if __name__ == "__main__":
