@@ -166,6 +166,8 @@ class _Track:
             predicted_step_s=_predicted(one, probe),
             same_bits=len({rank["weights"] for rank in finished}) == 1,
             choice=_called(finished[0]["choice"]),
+            error=finished[0]["error"],
+            error_budget=finished[0]["error_budget"],
         )
 
     def accuracy(self) -> float:

@@ -106,6 +106,8 @@ class Lane:
     predicted_step_s: float | None  # from a probe before the race; at the rate, shaped or not
     same_bits: bool  # all replicas ended equal
     choice: str | None = None  # what auto settled on
+    error: float | None = None  # of the mean gradient: stats().error_mean
+    error_budget: float | None = None  # what error= asked for
 
     @property
     def accuracy(self) -> float:

@@ -58,6 +58,7 @@ def strategies(view: View) -> str:
         f"Fewer bytes than {base}",
         step[0].upper() + step[1:],
         "Predicted ms",
+        "Error (budget)",
         "Line of code",
     )
     columns = "".join(
@@ -86,6 +87,7 @@ def _strategy(row: Row, head: tuple[str, ...]) -> str:
         words.times(row.fewer),
         words.milliseconds(lane.step_s),
         words.milliseconds(lane.predicted_step_s),
+        words.against(lane.error, lane.error_budget),
     )
     cells = "".join(
         f'<td role="cell" class="number" data-label="{text(name)}">{text(value)}</td>'

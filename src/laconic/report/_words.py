@@ -8,6 +8,11 @@ from collections.abc import Iterable
 NONE = "–"  # what a cell without a number shows
 
 
+def against(value: float | None, budget: float | None) -> str:
+    """What was spent of a budget: 0.0712 (0.08)."""
+    return NONE if value is None else f"{number(value)} ({number(budget)})"
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Three significant digits, no exponent where plain digits are short: 0.0213, 4.12, 1,240."""
     if value is None:
