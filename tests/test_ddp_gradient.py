@@ -229,7 +229,8 @@ def replicas(rank: int) -> dict[str, Any]:
         except lc.ReplicaError as error:
             seen.append(str(error))
     handle.check_replicas(every=0)
-    return {"seen": seen, "stats": handle.stats().scalars()}
+    errors = {name: vars(one) for name, one in handle.errors().items()}
+    return {"seen": seen, "stats": handle.stats().scalars(), "errors": errors}
 
 
 def leaves_its_budget(rank: int) -> dict[str, Any]:
@@ -357,6 +358,10 @@ def test_statistics_tell_the_error_that_was_made(found: ranks.Answers) -> None:
         assert stats["laconic/error_budget"] == 0.05
         assert 0.02 < stats["laconic/error_mean"] <= stats["laconic/error_largest"] <= 1.1 * 0.05
         assert stats["laconic/exact_means"] >= 0
+        (name, one), *others = found[rank, "replicas"]["errors"].items()
+        assert name == "weight" and not others  # the bias travels as it is
+        assert one["mean"] == pytest.approx(stats["laconic/error_mean"])
+        assert one["largest"] == stats["laconic/error_largest"] and one["budget"] == 0.05
 
 
 def test_leaving_the_budget_is_said_once(found: ranks.Answers) -> None:

@@ -26,6 +26,7 @@ from laconic.exchanges._lane import Lane
 from laconic.exchanges._lane import lanes as make_lanes
 from laconic.exchanges._ledger import (
     BUDGET,
+    ParameterBudget,
     budget_report,
     error_stats,
     load_budget,
@@ -221,15 +222,15 @@ class HookState:
         report = budget_report(self.memory)
         if report is not None and report.mean > _TOLERATED * report.budget:
             self._over_budget = True
-            worst = max(report.parameters, key=lambda one: one.mean)
+            worst, found = max(self.errors().items(), key=lambda one: one[1].mean)
             _log.warning(
                 "the mean gradient's error is %.3g, and error=%g was asked for (worst: %s, %.3g): "
                 "leave max_bits= out, or give that parameter a codec of its own, "
                 "policy=lc.Policy(rules=..)",
                 report.mean,
                 report.budget,
-                self._names[worst.parameter] if worst.parameter < len(self._names) else "?",
-                worst.mean,
+                worst,
+                found.mean,
             )
 
     def warn_of_sparse(self, parameters: Sequence[Tensor]) -> None:
@@ -270,6 +271,12 @@ class HookState:
             decode_failures=nested and nested.failures,
             correlation=nested and nested.correlation,
         )
+
+    def errors(self) -> dict[str, ParameterBudget]:
+        """The error of each parameter's mean gradient so far, by name, where it had a budget."""
+        report = budget_report(self.memory)
+        rows = () if report is None else report.parameters
+        return {self._names[row.parameter]: row for row in rows}
 
     def close(self) -> None:
         """Give threads, connections and process groups back; on all ranks, behind the last step.
