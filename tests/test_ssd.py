@@ -423,6 +423,15 @@ def poisoned(rank: int) -> dict[str, Any]:
     return found
 
 
+def error_of_pushes(rank: int) -> dict[str, float]:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    opt = lc.SSD(optimizer, model, period=2, warmup_steps=2, codec="ecdq:error=0.1")
+    train(opt, model, 0, 8, rank)
+    opt.wait()
+    return opt.stats().scalars(prefix="")
+
+
 def overflowing(rank: int) -> tuple[int, int, bool, bool]:
     """Finite gradients, too large for fp16: only the owner of that chunk can see it."""
     model = network()
@@ -528,6 +537,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
         owners_agree,
         lossy_pulls_forget,
         bytes_of,
+        error_of_pushes,
         resumed,
         poisoned,
         overflowing,
@@ -582,6 +592,13 @@ def test_lossy_pulls_do_not_accumulate_errors(three: ranks.Answers) -> None:
     for codec, distances in three[0, "lossy_pulls_forget"].items():
         assert all(b <= a for a, b in pairwise(distances)), codec
         assert distances[-1] < 0.5 * distances[0], (codec, distances)
+
+
+def test_statistics_tell_the_error_of_pushes(three: ranks.Answers) -> None:
+    for rank in range(3):
+        stats = three[rank, "error_of_pushes"]
+        assert stats["error_budget"] == 0.1
+        assert 0 < stats["error_mean"] <= stats["error_largest"] <= 0.11
 
 
 def test_bytes_are_those_of_the_formula(three: ranks.Answers) -> None:

@@ -14,7 +14,7 @@ from laconic.codecs import Codec, Uncompressed
 from laconic.codecs._memory import Scratch
 from laconic.exchanges import Call, Traffic
 from laconic.exchanges._lane import Lane
-from laconic.exchanges._ledger import load_budget, saved_budget
+from laconic.exchanges._ledger import error_stats, load_budget, saved_budget
 from laconic.schedules._behind import Behind, Turns
 from laconic.schedules._push_pull import pull, pull_difference, push
 from laconic.server._flat import Flat
@@ -70,6 +70,11 @@ class Masters:
     def traffic(self) -> Traffic:
         """What this rank has sent."""
         return self._lane.traffic
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """Statistics of the error that pushes have made."""
+        return error_stats(self._memory)
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank's chunk."""

@@ -35,6 +35,11 @@ class Served:
         """What this worker has sent."""
         return self._roles.traffic()
 
+    @property
+    def error(self) -> dict[str, Any]:
+        """Servers keep no account of a budget."""
+        return {}
+
     def start(self, one: Round) -> None:
         """Push, step of the servers, and pull."""
         self._lane.plain_bytes += self._flat.ring_bytes(self._roles.workers)

@@ -45,6 +45,12 @@ class SSDStats(HasRatio):
     plain_bytes: int  # what synchronous fp32 training would have sent, in a ring
     exchange_seconds: float  # in the communication thread: codec, optimizer and wire
     wire_seconds: float  # of these, in collectives, waiting for other ranks included
+    # of codecs with a budget: expected relative squared error of the mean gradient, of parameters
+    error_budget: float | None = None  # what was asked for
+    error_mean: float | None = None  # over parameters and steps
+    error_largest: float | None = None  # of any parameter at any step
+    exact_means: int | None = None  # how often only the exact mean could keep the budget
+    kappa: float | None = None  # ‖mean‖²/average ‖gradient‖², where a codec has a budget
 
 
 class SSD(FlatOptimizer):
@@ -75,8 +81,9 @@ class SSD(FlatOptimizer):
     - `local`: "auto" is MomentumRule() for SGD and AdamRule() for Adam and AdamW, which keep a rank
       near the owners through long periods, and None for other optimizers. GLU() is the paper's.
     - `codec` is for gradients; `error=` of a codec is the budget of the mean that owners step
-      with, spent in one encoding. `pull_codec` is for weights: None sends them as they are, others
-      send differences to the last pull, so that errors do not accumulate.
+      with, spent in one encoding (with `servers`: of each worker's own gradient). `pull_codec` is
+      for weights: None sends them as they are, others send differences to the last pull, so that
+      errors do not accumulate.
     - A gradient that is not finite on some rank is thrown away on all, in the local steps of that
       rank, too: M, the optimizer's state and W stay finite. This is also what GradScaler needs:
       `scaler.step(opt)` runs on every rank, and each rank unscales by its own scale.
@@ -236,6 +243,7 @@ class SSD(FlatOptimizer):
             plain_bytes=self._lane.plain_bytes,
             exchange_seconds=self._lane.seconds,
             wire_seconds=traffic.wire_seconds,
+            **self._masters.error,
         )
 
     @property
