@@ -10,6 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from benchmarks import _geometry_tables as geometry
 from benchmarks import _planner_tables as planner
 from benchmarks import _training_tables as training
 from benchmarks._race_tables import race_table, race_verdicts
@@ -256,7 +257,7 @@ these runs in which a parameter would have broken its budget and was sent uncomp
 
 {_budget()}
 
-## What check sums cost
+{_units()}## What check sums cost
 
 `python -m benchmarks.verify --save`, {_machine("verify")}. Milliseconds of 4 ranks on 2 cores over
 the loopback interface, `verify="none"` and `"sum"` in turns: exchanges of 2,000,000 values, then
@@ -469,6 +470,31 @@ def _budget() -> str:
 
 def _budget_steps() -> str:
     return " or ".join(sorted({str(row["steps"]) for row in _load("budget")["rows"]}, key=int))
+
+
+def _units() -> str:
+    """A section of its own, once there are rows."""
+    if not (RESULTS / "geometry.json").exists():
+        return ""
+    rows = _load("geometry")["rows"]
+    return f"""## Units of the optimizer
+
+`python -m benchmarks.geometry --device {rows[0]["device"]} --save`, {_machine("geometry")}. A
+transformer ({geometry.sizes(rows)}; tied embedding) on characters of Python's standard library;
+simulated workers with batches of 8 each, scatter-reduce with real wires, clipping at 1, one cosine
+of the learning rate. Matrices of 2,000 values or more are encoded, the rest is averaged in fp32 and
+not counted. Loss is cross-entropy in nats on text held out; a seed names first weights and data for
+all strategies, and differences are those of pairs. Encodings: `ecdq` with that error and one step
+per tensor (uniform) or per 4,096 values (block), `dqsg`, and the same in the optimizer's units
+(adam: `optimizer=`; steps before it has any are plain, and counted). The coder of `ecdq` is
+{geometry.coders(rows)}.
+
+Bits are those per value and way, all bytes of wires. Errors are the mean gradient's, squared, over
+its square: as it is / divided by what the optimizer divides it by; then the largest of one tensor.
+
+{geometry.tables(rows)}
+
+"""
 
 
 def _verify() -> str:

@@ -1,0 +1,104 @@
+"""benchmarks/geometry.py: rows come out, and strategies differ in one thing only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks._geometry_run import Case, Data, Strategy, Training, train
+from benchmarks._geometry_tables import tables
+from benchmarks.geometry import STRATEGIES, cases, done, study
+
+LENGTH = 20_000
+PLAIN = Case(
+    strategy="plain",
+    optimizer="adamw",
+    workers=2,
+    steps=3,
+    seed=1,
+    rate=4e-3,
+    width=32,
+    layers=1,
+)
+CODED = replace(PLAIN, strategy="adam 0.15")
+
+
+def training(case: Case) -> Training:
+    return Training(case, STRATEGIES[case.strategy], "cpu", LENGTH)
+
+
+def test_a_run_makes_a_row() -> None:
+    row = train(CODED, STRATEGIES["adam 0.15"], "cpu", LENGTH)
+    assert 0 < row["loss"] < 10 and 8 < row["bits"] < 16  # the first of three steps is plain
+    assert 0 < row["error_early"] <= row["largest_error"] and row["unit_error_early"] > 0
+    assert row["error_late"] is None and 0 <= row["clipped"] <= 1
+    assert row["encoded"] < row["parameters"]
+    assert done([row], "cpu") == {CODED} and not done([row], "cuda")
+    assert "| adam 0.15 | " in tables([row])
+
+
+@pytest.mark.parametrize("name", ["dqsg4", "block 0.08", "adam dqsg3", "adam feedback 1.0"])
+def test_other_strategies_run(name: str) -> None:
+    row = train(replace(CODED, strategy=name), STRATEGIES[name], "cpu", LENGTH)
+    assert row["loss"] < 10 and row["bits"] < 16
+
+
+def test_plain_runs_of_one_seed_are_equal_to_the_bit() -> None:
+    first, again = (train(PLAIN, Strategy(), "cpu", LENGTH) for _ in range(2))
+    assert first["loss"] == again["loss"] and first["bits"] == 32.0
+
+
+def test_strategies_have_the_same_first_weights_and_data() -> None:
+    plain, coded = training(PLAIN), training(CODED)
+    other = training(replace(PLAIN, seed=2))
+    for one in (plain, coded, other):
+        one.step(0)  # plain in an optimizer's units, too: it has no state yet
+    assert same(plain, coded) and not same(plain, other)
+    plans = [Data.on("cpu", LENGTH).plan(case) for case in (PLAIN, CODED)]
+    assert torch.equal(*plans)
+    for t in (1, 2):
+        plain.step(t)
+        coded.step(t)
+    assert not same(plain, coded)
+    coded.close()
+
+
+def same(a: Training, b: Training) -> bool:
+    """Whether their last mean gradients and weights are nearly equal."""
+    pairs = zip(a.workers.parameters, b.workers.parameters, strict=True)
+    return all(torch.allclose(p, q, rtol=1e-4, atol=1e-6) for p, q in pairs) and torch.allclose(
+        a.mean, b.mean, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_sgd_has_no_units_of_its_own() -> None:
+    """So the second and third steps are those of the same codec without units, given the first."""
+    runs = [
+        training(replace(PLAIN, optimizer="sgd", rate=0.0, strategy=name))
+        for name in ("adam 0.08", "uniform 0.08")
+    ]
+    for one in runs:
+        for t in range(3):
+            one.step(t)
+        one.close()
+    first, second = (one.mean[: one.workers.numel] for one in runs)
+    assert float((first - second).norm() / second.norm()) < 0.01
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adafactor"])
+def test_other_optimizers_have(optimizer: str) -> None:
+    row = train(replace(CODED, optimizer=optimizer), STRATEGIES["adam 0.15"], "cpu", LENGTH)
+    assert row["unit_error_early"] > 0 and row["unit_error_early"] != row["error_early"]
+
+
+def test_the_study_starts_with_what_matters() -> None:
+    every = list(study(range(2)))
+    assert [case.strategy for case in every[:6]][::3] == ["plain", "uniform 0.08"]
+    assert {(case.steps, case.workers, case.optimizer) for case in every[:12]} == {
+        (250, 3, "adamw")
+    }
+    assert len(set(every)) == len(every)
+    (one,) = cases(["plain"], ["sgd"], [4], [7], [3], [0.25])
+    assert (one.rate, one.workers, one.steps, one.seed) == (0.25, 4, 7, 3)
