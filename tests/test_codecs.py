@@ -59,6 +59,7 @@ SPECS = (
     "ecdq:step=1",
     "ecdq:step=0.01",
     "ecdq:step=0.5,subtract=never,coder=fixed",
+    "ecdq:step=0.5,block=512",
     "qsgd:coder=bitmap",
 )
 BLOCKWISE = ("qsgd", "qsgd:norm=l2", "dqsg", "ndqsg")

@@ -291,6 +291,24 @@ def test_spent_without_a_limit(fast: Fast) -> None:
     torch.testing.assert_close(spent.cpu(), wanted)
 
 
+@pytest.mark.parametrize("block", [512, 4096])
+def test_runs_have_the_bytes_of_the_reference(fast: Fast, block: int) -> None:
+    """Squares of small integers have the same sum in any order, so steps are equal, too."""
+    parts = (block + 200, 100)
+    x = (4 * mixed(sum(parts))).round()
+    x[block:] *= 64
+    codec, results = lc.ECDQ(step=1.0, block=block), []
+    for name, device in (("reference", torch.device("cpu")), (fast.name, fast.device)):
+        spent = torch.zeros(2, dtype=torch.float64, device=device)
+        with using(name):
+            wire = codec.encode(x.to(device), lc.Key(seed=3), segments=parts, spent=spent)
+            results.append((wire.data.cpu(), codec.decode(wire).cpu(), spent.cpu()))
+    (wanted, values, costs), (got, got_values, got_costs) = results
+    assert_same_bits(got, wanted)
+    assert_same_bits(got_values, values)
+    torch.testing.assert_close(got_costs, costs, rtol=1e-14, atol=0)
+
+
 def test_a_ceiling_is_a_ceiling(triton: Fast) -> None:
     """A body that ends where max_bits says: nothing is written behind."""
     codec, key = lc.codec("ecdq:error=1e-4,max_bits=2.5"), lc.Key(seed=4)

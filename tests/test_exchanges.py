@@ -43,6 +43,7 @@ CODECS = (
     "rotate(dqsg:bits=4)",
     "ecdq:error=0.05",
     "ecdq:error=0.05,coder=rans",
+    "ecdq:error=0.05,block=512",
     "feedback(qsgd-topk)",
     "feedback(ecdq:error=0.5)",
 )

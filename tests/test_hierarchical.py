@@ -43,6 +43,7 @@ CODECS = {  # and the error of the mean that each may have
     "fp16": 1e-5,
     "dqsg:bits=4": 0.1,
     "ecdq:error=0.05": 0.05,
+    "ecdq:error=0.05,block=512": 0.05,
     "global:bits=8": 0.05,
     "global-exp:bits=8": 0.3,
     "feedback(ecdq:error=0.5)": 2.0,

@@ -27,6 +27,7 @@ SPECS = (
     "ndqsg:block=64",
     "global:bits=4",
     "ecdq:step=0.1",
+    "ecdq:step=0.1,block=512",
     "qsgd:coder=bitmap",
 )
 COUNT = 300
@@ -253,7 +254,7 @@ def test_a_well_formed_header_of_no_encoder_raises(header: Header, spec: str) ->
         decode(codec, parse(data, dtype=header.dtype), gaussian(COUNT))
 
 
-FIELDS = ("bits", "block", "levels", "workers", "norm", "ratio", "alpha", "inner", "outer")
+FIELDS = ("bits", "block", "levels", "workers", "norm", "ratio", "alpha", "inner", "outer", "run")
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -262,7 +263,8 @@ def test_every_field_is_checked_at_decode(spec: str, field: str) -> None:
     """One field altered, and the check sum made right again. No wire is for 0 workers."""
     codec, wire, x = wire_of(spec)
     fields = vars(wire.header)
-    for value in {0, 1, 5, 64} - {fields[field]}:
+    values = (0, 512, 1024) if field == "run" else (0, 1, 5, 64)
+    for value in set(values) - {fields[field]}:
         altered: dict[str, Any] = {**fields, field: value}
         header = Header(**altered)
         data = torch.cat([torch.tensor(list(header.pack()), dtype=torch.uint8), wire.data[64:]])
@@ -279,7 +281,7 @@ def test_layout_of_the_header() -> None:
     header = Header(
         codec=3,
         dtype=torch.bfloat16,
-        numel=0x0102030405,
+        numel=0x01020304,
         body_bytes=0x0708,
         payload_dtype=torch.int8,
         bits=4,
@@ -291,11 +293,12 @@ def test_layout_of_the_header() -> None:
         alpha=0.5,
         inner=2.0,
         outer=float("inf"),
+        run=0x0A0B0C00,
     )
     head = header.pack()
     assert len(head) == 64
     assert head[:8] == b"LCNC\x01\x03\x02\x04"
-    assert struct.unpack_from("<QIII", head, 8) == (0x0102030405, 512, 7, 9)
+    assert struct.unpack_from("<IIIII", head, 8) == (0x01020304, 0x0A0B0C00, 512, 7, 9)
     assert struct.unpack_from("<BBH", head, 28) == (1, 4, 259)
     assert struct.unpack_from("<dffQ", head, 32) == (0.5, 2.0, float("inf"), 0x0708)
     assert head[56:60] == bytes(4)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from laconic._key import Key
 from laconic.errors import WireError
-from laconic.kernels._coding import table
+from laconic.kernels._coding import BLOCK, table
 from laconic.kernels._layout import packed_bytes
 
 MAGIC = b"LCNC"
@@ -24,8 +24,9 @@ ALIGN = 16
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PAYLOAD_DTYPES = (None, *DTYPES, torch.int8, torch.uint8, torch.int32)
 
-# magic, version, codec, dtype, bits | count | block, levels, workers | norm, payload dtype,
-# ratio | alpha | inner and outer norm | body bytes | coder, form, segments, crc of all before
+# magic, version, codec, dtype, bits | count, and run in its upper half | block, levels, workers |
+# norm, payload dtype, ratio | alpha | inner and outer norm | body bytes | coder, form, segments,
+# crc of all before
 _LAYOUT = struct.Struct("<4sBBBBQIIIBBHdffQBBH")
 _CRC = struct.Struct("<I")
 assert _LAYOUT.size + _CRC.size == HEADER_BYTES
@@ -37,7 +38,8 @@ class Header:
 
     With a coder the wire's length varies: `body_bytes` counts the body up to its chunks, the last
     entry of `ends` tells the rest. Of `segments` (lengths, known to both sides) only the number
-    travels; none means one segment.
+    travels; none means one segment. `run` cuts each into parts of so many values, which have a
+    step each; 0 cuts nothing.
     """
 
     codec: int
@@ -56,6 +58,7 @@ class Header:
     outer: float = 0.0
     coder: int = 0
     form: int = 0
+    run: int = 0
     segments: tuple[int, ...] = ()
 
     @property
@@ -65,8 +68,9 @@ class Header:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Lengths of the segments."""
-        return self.segments or ((self.numel,) if self.numel else ())
+        """Lengths of the segments, or of the runs that they are cut into."""
+        whole = self.segments or ((self.numel,) if self.numel else ())
+        return cut(whole, self.run) if self.run else whole
 
     def pack(self) -> bytes:
         """The 64 bytes."""
@@ -76,7 +80,7 @@ class Header:
             self.codec,
             DTYPES.index(self.dtype),
             self.bits,
-            self.numel,
+            self.numel | self.run << 32,
             self.block,
             self.levels,
             self.workers,
@@ -116,11 +120,14 @@ class Header:
             raise WireError(
                 f"the wire has {part[18] or 'no'} segments, {len(segments) or 'none'} were expected"
             )
+        numel, run = part[5] & 0xFFFFFFFF, part[5] >> 32
+        if run % BLOCK:
+            raise WireError(f"the wire's header has runs of {run} values, no multiple of {BLOCK}")
         return Header(
             codec=part[2],
             dtype=DTYPES[part[3]],
             bits=part[4],
-            numel=part[5],
+            numel=numel,
             block=part[6],
             levels=part[7],
             workers=part[8],
@@ -133,6 +140,7 @@ class Header:
             body_bytes=part[15],
             coder=part[16],
             form=part[17],
+            run=run,
             segments=segments,
         )
 
@@ -222,6 +230,16 @@ class Wire:
         if dtype == torch.uint8:  # several codes to a byte
             size = packed_bytes(self.header.numel, self.header.bits)
         return self.buffer[HEADER_BYTES : HEADER_BYTES + size].view(dtype)
+
+
+@lru_cache(maxsize=256)
+def cut(segments: tuple[int, ...], run: int) -> tuple[int, ...]:
+    """Cut each segment into parts of `run` values; its last may be shorter.
+
+    >>> cut((5, 3, 1), 3)
+    (3, 2, 3, 1)
+    """
+    return tuple(min(run, size - start) for size in segments for start in range(0, size, run))
 
 
 @lru_cache(maxsize=4096)

@@ -288,6 +288,7 @@ def _form(inner: Codec, numel: int, dtype: torch.dtype, segments: tuple[int, ...
         body_bytes=_PREFIX + inside.nbytes if numel else 0,
         levels=int.from_bytes(inner_head[-4:], "little"),
         coder=inside.coder,
+        run=inside.run,
         segments=inside.segments,
     )
     return _Form(outer, outer.pack(), inside, inner_head)

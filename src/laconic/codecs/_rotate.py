@@ -110,6 +110,7 @@ class Rotate(Codec):
             block=self.block,
             levels=int.from_bytes(head[-4:], "little"),  # another codec's wire is found out
             coder=inside.coder,
+            run=inside.run,
             segments=inside.segments,
             body_bytes=inside.nbytes if numel else 0,
         )
