@@ -64,6 +64,11 @@ class Codec(ABC):
     knows_error: ClassVar[bool] = False  # can tell what it spent: encode takes spent=
 
     @property
+    def even_noise(self) -> bool:
+        """Whether the error is spread evenly over a whole parameter, however its values differ."""
+        return False
+
+    @property
     def varies(self) -> bool:
         """Whether the length of a wire depends on the values."""
         return self._header(1, torch.float32, 1, ()).coder != 0

@@ -55,6 +55,10 @@ class DQSG(Codec):
         check_block(self.name, self.block)
         check_coder(self.name, self.coder)
 
+    @property
+    def even_noise(self) -> bool:
+        return self.block is None
+
     def variance_bound(self, d: int) -> float | None:
         return min(d, self.block or d) / (12 * self.levels**2)
 

@@ -117,6 +117,10 @@ class ECDQ(Codec):
     def at_share(self, share: float) -> ECDQ:
         return self if self.error is None else replace(self, error=share * self.error)
 
+    @property
+    def even_noise(self) -> bool:
+        return self.block is None
+
     def variance_bound(self, d: int) -> float | None:
         """`error`, or what steps of max|v|/32000 cost if that is more; f²/12 under `step`.
 

@@ -96,12 +96,20 @@ class Feedback(Codec):
         """Forget what was not sent."""
         self.memory.reset()
 
+    def change_units(self, parameter: int, growth: Tensor) -> None:
+        """What is remembered of a parameter, divided by 2^growth: its gradients will be, too."""
+        self.memory.change_units(parameter, growth)
+
     def contraction(self, d: int) -> float:
         """Bound on E‖c - λQ‖² / ‖c‖² over all c of d values; below 1 if the codec's is known."""
         bound = self.inner.variance_bound(d)
         if bound is None:
             return 1.0
         return bound / (1 + bound) if self.inner.unbiased else min(bound, 1.0)
+
+    @property
+    def even_noise(self) -> bool:
+        return self.inner.even_noise
 
     def variance_bound(self, d: int) -> float | None:
         return None

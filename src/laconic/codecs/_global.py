@@ -114,6 +114,10 @@ class Global(Codec):
     def check_workers(self, workers: int) -> None:
         self.levels_for(workers)
 
+    @property
+    def even_noise(self) -> bool:
+        return True
+
     def local_norm(self, x: Tensor) -> Tensor:
         """‖x‖_q of this worker, one fp32 value on x's device; NaN if x is not finite."""
         return local_norm(x, parse_norm(self.name, self.norm)[0])

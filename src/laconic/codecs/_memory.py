@@ -11,6 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from laconic.kernels import backend
+
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Place:
@@ -81,6 +83,13 @@ class Memory:
         self._kept[key] = kept
         self._loaded.discard(key)
         return kept[place.start : place.start + place.numel]
+
+    def change_units(self, parameter: int, growth: Tensor) -> None:
+        """Divide a parameter's residuals by 2^growth, an int8 per value."""
+        for (number, _), kept in self._kept.items():
+            if number == parameter:
+                factors = growth.to(kept.device)
+                backend(kept.device).times_powers(kept, factors, kept, inverse=True)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all residuals, by "parameter,phase"."""

@@ -69,6 +69,10 @@ class QSGD(Codec):
         check_block(self.name, self.block)
         check_coder(self.name, self.coder)
 
+    @property
+    def even_noise(self) -> bool:
+        return self.block is None
+
     def variance_bound(self, d: int) -> float | None:
         size = min(d, self.block or d)
         if self.norm == "l2":

@@ -96,6 +96,10 @@ class Rotate(Codec):
     def at_share(self, share: float) -> Rotate:
         return replace(self, inner=self.inner.at_share(share))
 
+    @property
+    def even_noise(self) -> bool:
+        return self.inner.even_noise
+
     def variance_bound(self, d: int) -> float | None:
         return self.inner.variance_bound(d)
 

@@ -156,6 +156,9 @@ class Exchange(ABC):
         """ConfigError if the codec cannot serve so many ranks; after `prepare`."""
         codec.check_workers(1)
 
+    def check_units(self, codec: Codec) -> None:  # noqa: B027 (most remember no values)
+        """ConfigError, with what works, if values must not change their units between steps."""
+
     @abstractmethod
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         """Replace flat x by the mean over the group: the same bits on every rank.

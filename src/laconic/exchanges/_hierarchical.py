@@ -70,6 +70,9 @@ class Hierarchical(Exchange):
     def check(self, codec: Codec) -> None:
         self._between(codec).check(codec)
 
+    def check_units(self, codec: Codec) -> None:
+        self._between(codec).check_units(codec)
+
     def prepare(self, group: dist.ProcessGroup) -> None:
         """Find out which ranks share a node, and make the groups; once for a group and `nodes`."""
         kept = _TEAMS.setdefault(group, {})

@@ -90,6 +90,13 @@ class Nested(Exchange):
     def check(self, codec: Codec) -> None:
         check_nesting(_ndqsg(codec))
 
+    def check_units(self, codec: Codec) -> None:
+        if self.side == "previous":
+            raise ConfigError(
+                "side=previous compares values with those of the step before, and an optimizer's "
+                "units change between steps: leave optimizer= out, or use side=group"
+            )
+
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
         own, n, rank = _ndqsg(codec), call.size, call.rank
         chunks = chunks_of(x, n)

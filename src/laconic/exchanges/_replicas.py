@@ -37,7 +37,7 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
     return torch.zeros((), dtype=torch.int64) if total is None else total
 
 
-def compare(found: Tensor, group: dist.ProcessGroup, step: int = 0) -> None:
+def compare(found: Tensor, group: dist.ProcessGroup, step: int = 0, what: str = "replicas") -> None:
     """ReplicaError on every rank, naming those that differ from most, unless all digests are equal.
 
     Eight bytes of every rank travel. Waits for the other ranks, and for the device.
@@ -50,7 +50,7 @@ def compare(found: Tensor, group: dist.ProcessGroup, step: int = 0) -> None:
     for rank, value in enumerate(torch.cat(every).tolist()):
         holders.setdefault(value, []).append(rank)
     if len(holders) > 1:
-        raise ReplicaError(_said(sorted(holders.values(), key=len, reverse=True), call))
+        raise ReplicaError(_said(what, sorted(holders.values(), key=len, reverse=True), call))
 
 
 def _digest(tensor: Tensor, number: int) -> Tensor:
@@ -69,14 +69,14 @@ def _words(tensor: Tensor) -> Tensor:
     return flat.view(torch.int32)
 
 
-def _said(sets: list[list[int]], call: Call) -> str:
+def _said(what: str, sets: list[list[int]], call: Call) -> str:
     """The most first; no majority means that nobody can say who is right."""
     named = [_ranks(ranks, call) for ranks in sets]
     mend = "load all ranks from one checkpoint"
     if len(sets[0]) == len(sets[1]):
-        return f"replicas differ at step {call.step}: {' from '.join(named)}; {mend}"
+        return f"{what} differ at step {call.step}: {' from '.join(named)}; {mend}"
     return (
-        f"replicas differ at step {call.step}: {', '.join(named[1:])} from the {len(sets[0])} that "
+        f"{what} differ at step {call.step}: {', '.join(named[1:])} from the {len(sets[0])} that "
         f"agree ({named[0]}); {mend}, and look for what these ranks do on their own: a seed, data "
         "in buffers, a parameter outside of DDP"
     )

@@ -6,6 +6,7 @@ from laconic.kernels._numba.linear import accumulate, dequantize, quantize, scal
 from laconic.kernels._numba.message import message_check, payload_check, words_check
 from laconic.kernels._numba.natural import natural_dequantize, natural_quantize, natural_reduce
 from laconic.kernels._numba.nested import nested_dequantize, nested_quantize
+from laconic.kernels._numba.powers import times_powers
 from laconic.kernels._numba.rotate import (
     dequantize_rotate,
     rotate_back,
@@ -40,5 +41,6 @@ __all__ = [
     "rotate_into",
     "rotate_quantize",
     "scales",
+    "times_powers",
     "words_check",
 ]

@@ -10,6 +10,7 @@ from laconic.kernels._reference.natural import (
     natural_reduce,
 )
 from laconic.kernels._reference.nested import nested_dequantize, nested_quantize
+from laconic.kernels._reference.powers import times_powers
 from laconic.kernels._reference.rotate import (
     dequantize_rotate,
     rotate_back,
@@ -44,5 +45,6 @@ __all__ = [
     "rotate_into",
     "rotate_quantize",
     "scales",
+    "times_powers",
     "words_check",
 ]

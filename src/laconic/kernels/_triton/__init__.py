@@ -12,6 +12,7 @@ from laconic.kernels._triton.ecdq import ecdq_decode, ecdq_encode
 from laconic.kernels._triton.linear import accumulate, dequantize, quantize, scales
 from laconic.kernels._triton.natural import natural_dequantize, natural_quantize, natural_reduce
 from laconic.kernels._triton.nested import nested_dequantize, nested_quantize
+from laconic.kernels._triton.powers import times_powers
 from laconic.kernels._triton.rotate import (
     dequantize_rotate,
     rotate_back,
@@ -45,5 +46,6 @@ __all__ = [
     "rotate_into",
     "rotate_quantize",
     "scales",
+    "times_powers",
     "words_check",
 ]

@@ -1,0 +1,316 @@
+"""Gradients in an optimizer's own units: each value divided by a power of two before it is encoded.
+
+Adam moves a weight by about g/√v. An error ε of its gradient moves it by ε/√v, so what training
+notices is Σ(ε/√v)² beside Σ(g/√v)², and not Σε² beside Σg². Codecs spend their error evenly over a
+tensor; so that it is even in the units that count, ranks encode y = g/w and decode times w,
+
+    w = 2^e,    e = max(round(log2(√u + ε)), e₀),    u = (k·v̂ + mean of v̂'s row)/(k + 1)
+
+with v̂ the optimizer's second moment, bias-corrected, ε what it adds to the denominator, and k the
+number of steps that v̂ is an average of, (1 - β^t)/(1 - β): at first v̂ is one square, which says
+little of a value alone, so its row counts as one more.
+
+1. Every rank holds v with the same bits, so w costs no traffic. It is a snapshot, renewed at the
+   same step on all ranks, with growing gaps up to 16 steps, and part of the saved state. A digest
+   of it is compared whenever it is made.
+2. Powers of two make y exact (`kernels/_reference/powers.py`): the sum of y times w is the sum of
+   g, and exchanges need not know. Nothing differs between devices, one byte per value is kept.
+3. The floor e₀ bounds what the plain error can become. With E the relative squared error of y's
+   mean, spread evenly over the values of a tensor,
+
+       E‖ĝ - g‖²/‖g‖²  =  E·mean(w²)·‖g/w‖²/‖g‖²  ≤  E·mean(w²)/min(w²)  ≤  10
+
+   whatever the gradient does, if 4^e₀ ≥ mean(4^e)·E/(10 - E): raising values to the floor adds at
+   most 4^e₀ to the mean. For E = 0.08 no w is below a ninth of their root mean square.
+
+Optimizers that keep no second moment (SGD) see gradients as they are, w = 1, and so do parameters
+that have not been stepped yet.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.errors import ConfigError
+from laconic.exchanges._replicas import digest
+from laconic.kernels import backend
+from laconic.kernels._layout import MOST_EXPONENT
+
+_EVERY = 16  # steps between two snapshots, at most
+_GROWTH = 8  # a snapshot holds for an eighth of the steps that were made before it
+_COLD = 4  # steps that may pass before an optimizer has made its first one
+_SETTINGS = {"betas", "alpha", "rho", "lr_decay", "beta2_decay", "clip_threshold"}
+_WORST = 10.0  # the plain relative squared error that is allowed
+_USUAL = 0.1  # the relative squared error of codecs that name none
+_MOST_ERROR = 5.0  # above it all w are alike
+_ROUND = 0x004AFB0D  # 2^23 less the mantissa of √2: (bits + this) >> 23 rounds log2 to nearest
+_TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class SecondMoment:
+    """v̂, of how many steps it is an average, and what is added to its root."""
+
+    v: Tensor
+    steps: float | Tensor
+    epsilon: float = 0.0
+
+
+@dataclass(frozen=True)
+class Units:
+    """The exponents of one parameter, and mean(w²) as a scalar on its device."""
+
+    exponents: Tensor
+    power: Tensor
+
+
+class Preconditioner:
+    """The units of each parameter of some optimizers; one for each model on each rank."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizers, self._error = _checked(optimizer), 0.0
+        self._listeners: list[weakref.WeakMethod[Callable[[int, Tensor], None]]] = []
+        self._units: dict[int, Units] = {}
+        self._next = 0  # the step that the next snapshot is due at
+        self._waited = 0  # steps without any state of the optimizer
+        self._cold = False
+
+    def allow(self, error: float) -> None:
+        """Say that some codec has this error budget: the largest sets the floor."""
+        self._error = max(self._error, error)
+
+    def listen(self, listener: Callable[[int, Tensor], None]) -> None:
+        """Have a method called with a parameter and how much its exponents have grown."""
+        self._listeners.append(weakref.WeakMethod(listener))
+
+    def due(self, step: int) -> bool:
+        """Whether a snapshot is to be made before this step's gradients are encoded."""
+        return step >= self._next
+
+    def refresh(self, step: int, parameters: Mapping[int, Tensor]) -> Tensor | None:
+        """Make a snapshot of `parameters`, by number; its digest, or None if there is none.
+
+        Listeners, who remember values in the units that were, are told how much exponents grew.
+        """
+        before, self._units = self._units, {}
+        moments = self._second_moments()
+        for number, parameter in parameters.items():
+            read = moments.get(id(parameter))
+            found = None if read is None else read()
+            if found is not None:
+                self._units[number] = units = _units(found, _floor(self._error))
+                self._tell(number, units.exponents, before.get(number))
+        if not self._units:
+            idle = any(not one.state and _divides(one) for one in self._optimizers)
+            self._waited += idle
+            self._cold, self._next = idle and self._waited <= _COLD, step + 1
+            return None
+        self._cold = False
+        self._next = step + max(1, min(_EVERY, step // _GROWTH))
+        return digest(units.exponents for units in self._units.values())
+
+    def _tell(self, number: int, now: Tensor, before: Units | None) -> None:
+        listeners = [one for ref in self._listeners if (one := ref()) is not None]
+        if listeners:
+            growth = now if before is None else _difference(now, before.exponents)
+            for listener in listeners:
+                listener(number, growth)
+
+    @property
+    def cold(self) -> bool:
+        """Whether the optimizer is still to make its first step, so that units are unknown.
+
+        Gradients then travel uncompressed: Adam's first step is their sign, in which errors of
+        small ones count as much as those of large ones. Steps may be skipped (GradScaler), so
+        this ends soon.
+        """
+        return self._cold
+
+    def units(self, number: int) -> Units | None:
+        """Those of a parameter, None for gradients as they are."""
+        return self._units.get(number)
+
+    def into(self, x: Tensor, number: int, out: Tensor) -> None:
+        """out = x in the optimizer's units."""
+        self._times(x, number, out, inverse=True)
+
+    def back(self, y: Tensor, number: int, out: Tensor) -> None:
+        """out = y, which has the optimizer's units, as a gradient."""
+        self._times(y, number, out, inverse=False)
+
+    def _times(self, x: Tensor, number: int, out: Tensor, *, inverse: bool) -> None:
+        units = self._units.get(number)
+        if units is not None:
+            backend(x.device).times_powers(x, units.exponents, out, inverse=inverse)
+        elif out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved to resume bit for bit."""
+        return {
+            "next": self._next,
+            "waited": self._waited,
+            "exponents": {number: units.exponents for number, units in self._units.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], parameters: Mapping[int, Tensor]) -> None:
+        """Go on from a state_dict; ConfigError if it is of other parameters."""
+        units = {}
+        for number, exponents in state["exponents"].items():
+            parameter = parameters.get(int(number))
+            if parameter is None or exponents.numel() != parameter.numel():
+                raise ConfigError(
+                    "this state has units of other parameters: load it into the model it is of"
+                )
+            own = exponents.to(parameter.device, torch.int8, copy=True)
+            units[int(number)] = Units(own, _power(own))
+        self._units, self._next = units, int(state["next"])
+        self._waited, self._cold = int(state["waited"]), False
+
+    def _second_moments(self) -> dict[int, Callable[[], SecondMoment | None]]:
+        """How to read that of each parameter that has been stepped, by its id."""
+        return {
+            id(parameter): partial(second_moment, group, optimizer.state[parameter])
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if optimizer.state.get(parameter)
+        }
+
+
+def preconditioner_of(optimizer: Any) -> Preconditioner | None:
+    """That of one optimizer or several, if any; one that was made already is taken as it is."""
+    if optimizer is None or isinstance(optimizer, Preconditioner):
+        return optimizer
+    return Preconditioner(optimizer)
+
+
+def second_moment(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment | None:
+    """What an optimizer of torch's (or Transformers' Adafactor) divides by, from its state.
+
+    Told by the names of what the state holds, so that optimizers written after Adam's example are
+    known, too. None where there is no second moment.
+    """
+    found = next((read for key, read in _READERS.items() if key in state), None)
+    return None if found is None else found(group, state)
+
+
+def _adam(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
+    beta = group["betas"][1]
+    left = 1 - beta ** state["step"]  # a tensor on the device where the step is one
+    v = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
+    return SecondMoment(v / left, steps=left / (1 - beta), epsilon=group["eps"])
+
+
+def _adamax(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
+    return SecondMoment(state["exp_inf"].square(), steps=1 / (1 - group["betas"][1]))
+
+
+def _rmsprop(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
+    v = state["square_avg"]
+    if "grad_avg" in state:
+        v = (v - state["grad_avg"].square()).clamp(min=0)
+    return SecondMoment(v, steps=1 / (1 - group["alpha"]), epsilon=group["eps"])
+
+
+def _adadelta(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
+    """It moves by √(d + ε)/√(v + ε) of the gradient, d being what it moved lately, squared."""
+    v = (state["square_avg"] + group["eps"]) / (state["acc_delta"] + group["eps"])
+    return SecondMoment(v, steps=1 / (1 - group["rho"]))
+
+
+def _adagrad(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
+    return SecondMoment(state["sum"], steps=state["step"], epsilon=group["eps"])
+
+
+def _factored(row: str, column: str) -> Callable[..., SecondMoment]:
+    """Adafactor's: a mean of each row and of each column, and v = row·column/mean(row)."""
+
+    def read(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
+        rows, columns = state[row].float(), state[column].float()
+        if rows.dim() == columns.dim() and rows.shape[-1] == 1:  # torch keeps dimensions
+            rows, columns = rows.squeeze(-1), columns.squeeze(-2)
+        mean = rows.double().mean(-1, keepdim=True).float().clamp(min=_TINY)
+        v = (rows / mean).unsqueeze(-1) * columns.unsqueeze(-2)
+        return SecondMoment(v, steps=math.inf)  # no value has a moment of its own
+
+    return read
+
+
+_READERS: dict[str, Callable[..., SecondMoment]] = {
+    "exp_avg_sq": _adam,
+    "exp_inf": _adamax,
+    "acc_delta": _adadelta,
+    "square_avg": _rmsprop,
+    "sum": _adagrad,
+    "row_var": _factored("row_var", "col_var"),
+    "exp_avg_sq_row": _factored("exp_avg_sq_row", "exp_avg_sq_col"),
+}
+
+
+def is_adaptive(optimizer: Any) -> bool:
+    """Whether an optimizer that has made a step divides gradients by a second moment."""
+    return any(not _READERS.keys().isdisjoint(state) for state in optimizer.state.values())
+
+
+def _divides(optimizer: Any) -> bool:
+    """Whether an optimizer that has made no step has settings of one with a second moment."""
+    return any(not _SETTINGS.isdisjoint(group) for group in optimizer.param_groups)
+
+
+def _units(moment: SecondMoment, floor: float) -> Units:
+    """See the top of the file; means in fp64, so that they are the same on any number of cores."""
+    v = moment.v.float()
+    rows = v.reshape(v.shape[0], -1) if v.dim() > 1 else v.reshape(1, -1)
+    mean = rows.mean(1, keepdim=True, dtype=torch.float64)
+    k = moment.steps
+    share = torch.as_tensor(1 / (k + 1)).to(rows)
+    u = torch.lerp(rows, mean.float(), share)
+    exponents = exponents_of(u.sqrt() + moment.epsilon).view(-1)
+    least = (0.5 * torch.log2(floor * _power(exponents))).ceil()
+    exponents = torch.maximum(exponents, least.to(torch.int8))
+    exponents.mul_(u.sum(dtype=torch.float64) > 0)  # else nothing is known: as it is
+    return Units(exponents, _power(exponents))
+
+
+def exponents_of(w: Tensor) -> Tensor:
+    """round(log2(w)) as int8, from the bits; 0 for what is not finite."""
+    e = ((w.float().view(torch.int32) + _ROUND) >> 23) - 127
+    e = e.clamp(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
+    return torch.where(w.isfinite(), e, 0)
+
+
+def _difference(now: Tensor, before: Tensor) -> Tensor:
+    wide = now.to(torch.int16) - before.to(torch.int16)
+    return wide.clamp(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
+
+
+def _power(exponents: Tensor) -> Tensor:
+    """mean(w²)."""
+    return torch.exp2(2.0 * exponents.double()).mean()
+
+
+def _floor(error: float) -> float:
+    """4^e₀ relative to mean(4^e)."""
+    most = min(error or _USUAL, _MOST_ERROR)
+    return most / (_WORST - most)
+
+
+def _checked(optimizer: Any) -> tuple[Any, ...]:
+    """One optimizer or several, as a tuple."""
+    every = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    for one in every:
+        if not isinstance(getattr(one, "state", None), Mapping) or not hasattr(one, "param_groups"):
+            raise ConfigError(
+                "optimizer= takes the torch optimizer that steps the model's parameters, or a list "
+                f"of several, not {type(one).__name__}"
+            )
+    return every

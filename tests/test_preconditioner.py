@@ -1,0 +1,333 @@
+"""An optimizer's own units: what they are made of, what they promise, and their kernel."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import DTYPES, assert_same_bits, gaussian
+from test_backends import Fast, compare, fast, rough
+from torch import Tensor
+
+import laconic as lc
+from laconic.exchanges import Nested, _preconditioner
+from laconic.exchanges._preconditioner import Preconditioner, exponents_of, second_moment
+from laconic.kernels import backend
+from laconic.kernels._layout import MOST_EXPONENT
+
+__all__ = ["fast"]
+ADAPTIVE: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+    "capturable": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1.0),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "centered": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+}
+SPREAD = torch.logspace(-0.5, 0.5, 24)  # within the floor's reach
+
+
+def stepped(make: Callable[[list[Tensor]], Any], steps: int = 30, **shape: Any) -> tuple[Any, Any]:
+    """A parameter whose columns have gradients of other sizes, and its optimizer."""
+    torch.manual_seed(3)
+    parameter = torch.nn.Parameter(torch.randn(16, 24))
+    optimizer = make([parameter])
+    for _ in range(steps):
+        parameter.grad = torch.randn(16, 24) * SPREAD
+        optimizer.step()
+    return parameter, optimizer
+
+
+def exponents(optimizer: Any, parameter: Tensor, step: int = 30, error: float = 0.08) -> Tensor:
+    units = Preconditioner(optimizer)
+    units.allow(error)
+    assert units.refresh(step, {7: parameter}) is not None
+    found = units.units(7)
+    assert found is not None
+    return found.exponents.view(parameter.shape)
+
+
+# --- the kernel ----------------------------------------------------------------------------
+
+
+def times_powers(
+    kernels: Any, put: Any, x: Tensor, e: Tensor, dtype: torch.dtype, inverse: bool
+) -> dict[str, Tensor]:
+    out = put(torch.empty(x.shape, dtype=dtype))
+    kernels.times_powers(put(x), put(e), out, inverse=inverse)
+    return {"out": out}
+
+
+def test_kernels_write_the_same_bits(fast: Fast) -> None:
+    for count, dtype, inverse in fast.some("powers", (1, 127, 4097, 70001), DTYPES, (False, True)):
+        x = fast.input(rough(count, 128), dtype)
+        e = torch.randint(-MOST_EXPONENT, MOST_EXPONENT + 1, (count,)).to(torch.int8)
+        if fast.interpreted or dtype == torch.float16:  # its casts of subnormals are not a GPU's
+            e = e % 8
+        for out_dtype in {torch.float32, dtype}:
+            results = fast.both(times_powers, x, e, out_dtype, inverse)
+            compare(results, (count, dtype, out_dtype, inverse))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_way_there_and_back_loses_nothing(dtype: torch.dtype) -> None:
+    x = gaussian(5000).to(dtype)
+    e = torch.randint(-60, 61, (5000,)).to(torch.int8)
+    y = torch.empty_like(x)
+    backend(x.device).times_powers(x, e, y, inverse=True)
+    assert not torch.equal(x, y)
+    backend(x.device).times_powers(y, e, y, inverse=False)
+    assert_same_bits(y, x)
+
+
+# --- exponents -----------------------------------------------------------------------------
+
+
+def test_exponents_round_the_logarithm() -> None:
+    w = torch.cat([torch.logspace(-28, 28, 4001), torch.exp2(torch.arange(-90.0, 91.0))])
+    near = torch.log2(w.double())
+    clear = (near - near.floor() - 0.5).abs() > 1e-6
+    assert torch.equal(exponents_of(w)[clear].double(), near.round()[clear])
+    bad = torch.tensor([math.nan, math.inf, 0.0, 1e-45, 3e38])
+    assert exponents_of(bad).tolist() == [0, 0, -MOST_EXPONENT, -MOST_EXPONENT, MOST_EXPONENT]
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_units_are_those_of_the_step(name: str) -> None:
+    """A small change of a gradient, in its units, changes the step by the same everywhere."""
+    parameter, optimizer = stepped(ADAPTIVE[name])
+    w = torch.exp2(exponents(optimizer, parameter).float())
+    gradient, moved = torch.randn(16, 24) * SPREAD, []
+    state, weights = copy.deepcopy(optimizer.state_dict()), parameter.detach().clone()
+    for change in (0.0, 1e-3):
+        optimizer.load_state_dict(copy.deepcopy(state))
+        with torch.no_grad():
+            parameter.copy_(weights)
+        parameter.grad = gradient + change * w
+        optimizer.step()
+        moved.append(parameter.detach().double().clone())
+    by_column = (moved[1] - moved[0]).abs().median(0).values
+    assert by_column.max() < 3 * by_column.min(), by_column  # 10 times, were w = 1
+
+
+def test_no_second_moment_no_units() -> None:
+    for make in (
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Muon(p) if hasattr(torch.optim, "Muon") else torch.optim.SGD(p),
+    ):
+        parameter, optimizer = stepped(make, steps=2)
+        units = Preconditioner(optimizer)
+        assert units.refresh(2, {0: parameter}) is None
+        assert units.units(0) is None and not units.cold
+
+
+def test_first_step_is_cold_for_those_who_divide() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
+    sgd = Preconditioner(torch.optim.SGD([parameter], lr=0.1))
+    assert sgd.refresh(0, {0: parameter}) is None and not sgd.cold
+    adam = torch.optim.Adam([parameter])
+    units = Preconditioner(adam)
+    for step in range(4):  # as under a GradScaler that skips steps
+        assert units.due(step)
+        units.refresh(step, {0: parameter})
+        assert units.cold
+    units.refresh(4, {0: parameter})
+    assert not units.cold, "an optimizer that never steps must not keep gradients plain"
+    parameter.grad = torch.ones(4, 4)
+    adam.step()
+    assert units.due(5) and units.refresh(5, {0: parameter}) is not None
+
+
+def test_gaps_between_snapshots_grow() -> None:
+    parameter, optimizer = stepped(ADAPTIVE["adamw"], steps=1)
+    units, made = Preconditioner(optimizer), []
+    for step in range(1, 400):
+        if units.due(step):
+            made.append(step)
+            units.refresh(step, {0: parameter})
+    assert made[:10] == list(range(1, 11))
+    gaps = torch.tensor(made).diff()
+    assert gaps.max() == 16 and gaps[-1] == 16 and (gaps.diff() >= 0).all()
+
+
+def test_unknown_parameters_stay_as_they_are() -> None:
+    parameter, optimizer = stepped(ADAPTIVE["adamw"], steps=3)
+    frozen = torch.nn.Parameter(torch.randn(8, 8))
+    units = Preconditioner(optimizer)
+    units.refresh(3, {0: parameter, 1: frozen})
+    x, y = torch.randn(64), torch.empty(64)
+    units.into(x, 1, y)
+    assert torch.equal(x, y)
+    units.back(y, 1, y)
+    assert torch.equal(x, y)
+
+
+def test_second_moment_that_is_zero_or_not_finite() -> None:
+    for value in (0.0, math.nan, math.inf):
+        parameter, optimizer = stepped(ADAPTIVE["adamw"], steps=3)
+        optimizer.state[parameter]["exp_avg_sq"].fill_(value)
+        found = exponents(optimizer, parameter)
+        assert (found == 0).all(), value
+
+
+def test_eps_is_part_of_the_units() -> None:
+    """Where √v is far below eps, Adam is momentum SGD, and all values count the same."""
+    parameter, optimizer = stepped(lambda p: torch.optim.Adam(p, eps=10.0))
+    assert len(exponents(optimizer, parameter).unique()) <= 2
+
+
+# --- the promise: a plain error of 10 at most ---------------------------------------------
+
+
+def second_moments() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    rows = torch.ones(64, 128)
+    rows[5] = 1e8
+    one = torch.full((64, 128), 1e-20)
+    one[3, 4] = 1.0
+    return {
+        "even": torch.ones(64, 128),
+        "wide": torch.logspace(-12, 4, 64).unsqueeze(1).expand(64, 128).contiguous(),
+        "one row": rows,
+        "one value": one,
+        "heavy tails": torch.randn(64, 128).div(torch.rand(64, 128)).square(),
+        "first step": torch.randn(64, 128).square(),
+        "mostly zero": torch.randn(64, 128).square() * (torch.rand(64, 128) < 0.02),
+    }
+
+
+@pytest.mark.parametrize("error", [0.04, 0.15, 0.5])
+@pytest.mark.parametrize("name", second_moments())
+def test_plain_error_is_bounded_whatever_comes(name: str, error: float) -> None:
+    """All of the gradient where v is least: the worst there is."""
+    v = second_moments()[name]
+    parameter = torch.nn.Parameter(torch.zeros(64, 128))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.zeros(64, 128)
+    optimizer.step()
+    optimizer.state[parameter]["exp_avg_sq"].copy_(v * (1 - 0.999))
+    units = Preconditioner(optimizer)
+    units.allow(error)
+    units.refresh(1, {0: parameter})
+    order = v.flatten().argsort()
+    codec, gradients = lc.codec(f"ecdq:error={error},subtract=always"), []
+    for count in (1, 100, 4000, len(order)):
+        g = torch.zeros(64 * 128)
+        g[order[:count]] = torch.randn(count)
+        gradients.append(g)
+    for g in gradients:
+        y, found = torch.empty_like(g), []
+        units.into(g, 0, y)
+        for step in range(8):
+            decoded = codec.decode(codec.encode(y, lc.Key(step=step)))
+            units.back(decoded, 0, decoded)
+            found.append(float((decoded - g).square().sum() / g.square().sum()))
+        assert sum(found) / len(found) <= 10, (name, found)
+
+
+def test_without_a_floor_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above sees a missing floor."""
+    monkeypatch.setattr(_preconditioner, "_floor", lambda error: 1e-60)
+    with pytest.raises(AssertionError):
+        test_plain_error_is_bounded_whatever_comes("wide", 0.15)
+
+
+def test_errors_are_even_in_the_units_of_the_optimizer() -> None:
+    """And uneven without: what this is for."""
+    parameter, optimizer = stepped(ADAPTIVE["adamw"])
+    units = Preconditioner(optimizer)
+    units.refresh(30, {0: parameter})
+    moment = second_moment(optimizer.param_groups[0], optimizer.state[parameter])
+    assert moment is not None
+    g = (torch.randn(16, 24) * SPREAD).flatten()
+    scale, codec, errors = moment.v.sqrt().flatten(), lc.codec("ecdq:error=0.1"), []
+    for own in (False, True):
+        total = torch.zeros(())
+        for step in range(40):
+            y = g.clone()
+            if own:
+                units.into(g, 0, y)
+            decoded = codec.decode(codec.encode(y, lc.Key(step=step)))
+            if own:
+                units.back(decoded, 0, decoded)
+            total += ((decoded - g) / scale).square().sum() / (g / scale).square().sum()
+        errors.append(float(total) / 40)
+    assert errors[1] < 0.15 < 0.3 < errors[0], errors
+
+
+# --- state, memories, errors -----------------------------------------------------------------
+
+
+def test_state_restores_the_snapshot() -> None:
+    parameter, optimizer = stepped(ADAPTIVE["adamw"])
+    units, again = Preconditioner(optimizer), Preconditioner(optimizer)
+    units.refresh(30, {4: parameter})
+    parameter.grad = torch.randn(16, 24)
+    optimizer.step()  # a snapshot that is made now would differ
+    again.load_state_dict(units.state_dict(), {4: parameter})
+    x = torch.randn(16 * 24)
+    a, b = torch.empty_like(x), torch.empty_like(x)
+    units.into(x, 4, a)
+    again.into(x, 4, b)
+    assert torch.equal(a, b) and not torch.equal(a, x)
+    assert [units.due(step) for step in range(60)] == [again.due(step) for step in range(60)]
+    other = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(lc.ConfigError, match="other parameters"):
+        again.load_state_dict(units.state_dict(), {4: other})
+
+
+def test_residuals_follow_a_change_of_units() -> None:
+    """What feedback still owes is the same gradient before and after."""
+    codec: Any = lc.codec("feedback(dqsg:bits=2)")
+    parameter, optimizer = stepped(ADAPTIVE["adamw"])
+    units = Preconditioner(optimizer)
+    units.listen(codec.change_units)
+    units.refresh(30, {0: parameter})
+    place = lc.Place(parameter=0, start=0, numel=384, total=384)
+    y = torch.empty(384)
+    units.into(torch.randn(384), 0, y)
+    codec.encode(y, lc.Key(), places=[place])
+
+    def owed() -> Tensor:
+        residual = codec.memory.of(place, 0, y.device).clone()
+        units.back(residual, 0, residual)
+        return residual
+
+    before = owed()
+    for _ in range(60):
+        parameter.grad = 100 * torch.randn(16, 24)
+        optimizer.step()
+    units.refresh(60, {0: parameter})
+    assert before.abs().max() > 0
+    assert torch.equal(before, owed())
+
+
+def test_a_dead_listener_is_forgotten() -> None:
+    parameter, optimizer = stepped(ADAPTIVE["adamw"])
+    units, codec = Preconditioner(optimizer), lc.Feedback(inner=lc.DQSG())
+    units.listen(codec.change_units)
+    del codec
+    assert units.refresh(1, {0: parameter}) is not None
+
+
+@pytest.mark.parametrize("what", ["adamw", 3, [torch.nn.Linear(2, 2)]])
+def test_optimizer_is_an_optimizer(what: Any) -> None:
+    with pytest.raises(lc.ConfigError, match=r"optimizer= takes the torch optimizer"):
+        Preconditioner(what)
+
+
+def test_side_information_of_other_units_is_refused() -> None:
+    with pytest.raises(lc.ConfigError, match="side=group"):
+        Nested(side="previous").check_units(lc.codec("ndqsg"))
+    lc.Hierarchical().check_units(lc.codec("ecdq"))
