@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # all of these are imported when first used: see __getattr__
     from collections.abc import Sequence
 
     from torch import nn
+    from torch.optim import Optimizer
 
     from laconic import server
     from laconic._key import Key
@@ -178,6 +179,7 @@ def compress(
     *,
     error: float | None = None,
     candidates: Sequence[str] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     policy: Chooser | None = None,
     warmup_steps: int = 0,
     seed: int = 0,
@@ -190,6 +192,7 @@ def compress(
     model: nn.Module,
     spec: str | Codec,
     *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     exchange: str | Exchange | None = None,
     policy: Chooser | None = None,
     warmup_steps: int = 0,
@@ -219,6 +222,9 @@ def compress(
 
     `model` is a DistributedDataParallel one, or one that `fully_shard` (FSDP2) was called on.
     `spec` names codec and, behind an @, the exchange ("dqsg:bits=4", "global:bits=8@allreduce").
+    `optimizer` (DDP) is the one that steps the model's parameters, or a list of several: where it
+    divides gradients by a second moment, as Adam does, they are encoded in its own units, and
+    `error=` is that of what it will see. Others, SGD among them, change nothing.
     `policy(name, parameter)` says what to compress, `warmup_steps` how many steps stay plain,
     `verify` whether messages carry check sums: "sum", "none", or "auto", "sum" on the CPU.
     For DDP, `timeout_s` (300) ends the wait for a lost peer, and `even_alone` encodes in a world of

@@ -21,9 +21,10 @@ _WEIGHT = 0.25  # of the newest observation
 _SMALL = 1024  # values: fewer have a κ that varies more, and bits of few values cost little
 _FIELDS = (
     "seen", "step", "log", "variance", "kappa",
-    "steps", "total", "largest", "fallbacks", "budget",
+    "steps", "total", "largest", "fallbacks", "budget", "last",
 )  # fmt: skip
-_SEEN, _STEP, _LOG, _VARIANCE, _KAPPA, _STEPS, _TOTAL, _LARGEST, _FALLBACKS, _BUDGET = range(10)
+_SEEN, _STEP, _LOG, _VARIANCE, _KAPPA = range(5)
+_STEPS, _TOTAL, _LARGEST, _FALLBACKS, _BUDGET, _LAST = range(5, 11)
 _TAKING = threading.Lock()
 
 Numbers = NDArray[np.float64]
@@ -78,6 +79,12 @@ class Ledger:
             _count(rows, found)
             self._table[places] = rows
 
+    def latest(self, parameters: Sequence[int]) -> Numbers:
+        """The errors of these parameters' last means."""
+        with self._lock:
+            places = self._rows(parameters)
+            return self._table[places, _LAST]
+
     def kappa(self) -> float | None:
         """Mean over parameters, as last observed."""
         found = self._table[self._table[:, _KAPPA] > 0, _KAPPA]
@@ -114,7 +121,9 @@ class Ledger:
         """From a state_dict."""
         made = Ledger()
         made._places = {int(number): i for i, number in enumerate(state["parameters"])}
-        made._table = state["rows"].numpy().copy()
+        rows = state["rows"].numpy()
+        made._table = np.zeros((len(rows), len(_FIELDS)))
+        made._table[:, : rows.shape[1]] = rows  # older states have fewer fields
         return made
 
     def _rows(self, parameters: Sequence[int]) -> list[int]:
@@ -225,6 +234,7 @@ def _count(rows: Numbers, found: Spending) -> None:
     rows[:, _STEPS] += told
     rows[:, _TOTAL] += error
     rows[:, _LARGEST] = np.maximum(rows[:, _LARGEST], error)
+    rows[:, _LAST] = found.error
     rows[:, _FALLBACKS] += found.broken
     rows[:, _BUDGET] = found.budget
 

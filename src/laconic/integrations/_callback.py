@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -32,8 +33,11 @@ class Compression:
         self._wrapped: Any = None  # weak: a wrapper has buffers as large as the model
         self._inside: Any = None
 
-    def start(self, model: nn.Module, advice: str) -> bool:
-        """Compress a wrapped model, once; False in a single process, which has nothing to send."""
+    def start(self, model: nn.Module, advice: str, optimizers: Sequence[Any] = ()) -> bool:
+        """Compress a wrapped model, once; False in a single process, which has nothing to send.
+
+        Under DDP gradients have the units of the framework's optimizers, unless settings say.
+        """
         model = unwrapped(model)
         if self._wrapped is not None and self._wrapped() is model:
             return True
@@ -47,7 +51,10 @@ class Compression:
             )
         # the package and not this layer knows "auto"
         compress = sys.modules["laconic"].compress
-        self.handle = handle = compress(model, self.spec, **self._settings)
+        settings = self._settings
+        if isinstance(model, DistributedDataParallel) and optimizers:
+            settings = {"optimizer": list(optimizers), **settings}
+        self.handle = handle = compress(model, self.spec, **settings)
         inside = model.module if isinstance(model, DistributedDataParallel) else model
         if before is not None and self._inside() is inside:  # wrapped again, for a second fit
             handle.load_state_dict(before.state_dict())

@@ -26,6 +26,9 @@ class Stats(HasRatio):
     error_budget: float | None = None  # what was asked for
     error_mean: float | None = None  # over parameters and steps
     error_largest: float | None = None  # of any parameter at any step
+    # where that is in an optimizer's units (optimizer=): the same of the gradient itself, estimated
+    gradient_error_mean: float | None = None
+    gradient_error_largest: float | None = None
     exact_means: int | None = None  # how often only a parameter's exact mean could keep the budget
     kappa: float | None = None  # ‖mean‖²/average ‖gradient‖², where a codec has a budget
     # of the nested exchange, where it is used

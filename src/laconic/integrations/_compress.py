@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._policy import Chooser
-from laconic.integrations._common import Handle
+from laconic.exchanges._preconditioner import is_adaptive
+from laconic.integrations._common import Handle, own_rank
 from laconic.integrations._ddp import comm_hook
 from laconic.integrations._fsdp import FSDPHandle, is_fsdp
 from laconic.integrations._state import HookState
 
 _WRAPPERS = ("_orig_mod", "_forward_module")  # of torch.compile, and of Lightning's Fabric
+_UNITS = (
+    "%s divides gradients by a second moment, which amplifies the error of %s where gradients are "
+    "small: compress(model, %r, optimizer=optimizer) encodes them in its own units"
+)
 _log = logging.getLogger("laconic")
+_watched: weakref.WeakSet[HookState] = weakref.WeakSet()
+_watching = False
 
 
 def compress(
@@ -37,6 +46,7 @@ def compress(
     verify: str = "auto",
     weights: str | Codec | None = None,
     between: str | None = None,
+    optimizer: Any = None,
 ) -> Handle:
     """`lc.compress`, for everything but "auto"; the arguments are explained there."""
     common: dict[str, Any] = {
@@ -57,10 +67,13 @@ def compress(
             group=model.process_group,
             timeout_s=timeout_s or 300.0,
             even_alone=even_alone,
+            optimizer=optimizer,
             static_graph=model.static_graph,
             **common,
         )
         model.register_comm_hook(state, comm_hook)
+        if optimizer is None and state.codec.even_noise:
+            _watch_optimizers(state)
         if not state.encodes and str(state.codec) != "none" and dist.get_rank() == 0:
             _log.warning(
                 "nothing of this model is compressed: by default only matrices of 10,000 values "
@@ -68,12 +81,34 @@ def compress(
             )
         return state
     if is_fsdp(model):
+        if optimizer is not None:
+            raise ConfigError(
+                "optimizer= is for DDP: under FSDP2 a rank knows second moments of its own shard "
+                "only, and encodes gradients of all; 'ecdq:error=0.08,block=4096' has a step for "
+                "every 4096 values, which serves Adam nearly as well"
+            )
         if timeout_s is not None:
             raise ConfigError(
                 "FSDP2 talks on its own process groups: give init_process_group a timeout"
             )
         return FSDPHandle(model, spec, weights=weights, between=between, **common)
     raise ConfigError(not_parallel(model))
+
+
+def _watch_optimizers(state: HookState) -> None:
+    """Say once that optimizer= is missing, when one that needs it has stepped the parameters."""
+    global _watching
+    _watched.add(state)
+    if not _watching:  # torch cannot take a hook away while it calls it
+        _watching = True
+        register_optimizer_step_post_hook(_look)
+
+
+def _look(optimizer: Any, *_: Any) -> None:
+    for state in [one for one in _watched if one.trains(optimizer)]:
+        _watched.discard(state)
+        if is_adaptive(optimizer) and own_rank() == 0:
+            _log.warning(_UNITS, type(optimizer).__name__, state.codec.name, str(state.codec))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -16,9 +16,13 @@ from torch.futures import Future
 from laconic.codecs._memory import Scratch
 from laconic.exchanges import Call
 from laconic.exchanges._lane import Lane
+from laconic.exchanges._preconditioner import Preconditioner
+from laconic.exchanges._replicas import compare
 from laconic.exchanges._transport import plain_mean
 from laconic.integrations._bucket_order import Bucket
 from laconic.integrations._state import HookState, Load, Piece, Plan
+
+_UNITS = "second moments of the optimizers"
 
 
 def comm_hook(state: HookState, bucket: Any) -> Future[Tensor]:
@@ -47,8 +51,22 @@ def exchange_bucket(state: HookState, bucket: Bucket) -> Future[Tensor]:
         state.warn_of_sparse(bucket.parameters())
         own = buffer * (1 / lane.group.size())  # in place it would change what backward still reads
         return start(lane, own, partial(_sparse_sum, lane, own))
+    renew_units(state, step)
     plan = state.plan(bucket.parameters())
     return start(lane, buffer, partial(_exchange, state, lane, buffer, plan, step))
+
+
+def renew_units(state: HookState, step: int) -> None:
+    """Where gradients are encoded in an optimizer's units, make a snapshot of these if it is due.
+
+    That is before the first bucket of a step, whatever its number. Its digest is compared in the
+    first lane; if it differs, `backward` raises.
+    """
+    found = state.renew_units(step)
+    if found is not None:
+        lane = state.lanes[0]
+        work = partial(compare, found, lane.group, step, _UNITS)
+        start(lane, found.new_empty(0, dtype=torch.float32), work)
 
 
 # DDP compares these with the objects themselves, which postponed annotations are not
@@ -87,6 +105,9 @@ def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future
     state.step = max(state.step, step + 1)
     if state.alone:
         return _done(gradient)
+    found = state.renew_units(step)
+    if found is not None:
+        compare(found, state.lanes[0].group, step, _UNITS)
     real = torch.view_as_real(gradient.detach()) if gradient.is_complex() else gradient.detach()
     flat = real.contiguous().view(-1)
     _exchange(state, state.lanes[0], flat, plan, step)
@@ -150,7 +171,7 @@ def _exchange(state: HookState, lane: Lane, buffer: Tensor, plan: Plan, step: in
     start = time.perf_counter()
     size = lane.group.size()
     lane.plain_bytes += round(2 * (size - 1) / size * buffer.numel() * buffer.element_size())
-    if step < state.warmup_steps or not plan.loads:
+    if step < state.warmup_steps or state.cold or not plan.loads:
         plain_mean(buffer, _call(state, lane, step))
     else:
         with _copied(buffer, plan.plain, state.scratch, "plain", torch.float32) as rest:
@@ -167,8 +188,12 @@ def _carry(
     call = _call(state, lane, step, load, load.pieces[0].number)
     for piece in load.fillers:  # `rest` has their values
         _part(buffer, piece).zero_()
-    with gathered(buffer, load.pieces, state.scratch) as x:
+    weighed = state.weighs(load, step)
+    with gathered(buffer, load.pieces, state.scratch, state.units_of(load)) as x:
         load.exchange.mean(x, load.codec, call, rest)
+        before = norms(x.split([piece.numel for piece in load.pieces])) if weighed else []
+    if weighed:
+        state.weigh(load, before, norms([_part(buffer, piece) for piece in load.pieces]))
 
 
 def _call(
@@ -189,29 +214,61 @@ def _call(
 
 
 @contextmanager
-def gathered(buffer: Tensor, pieces: Sequence[Piece], space: Scratch) -> Iterator[Tensor]:
-    """The pieces as one tensor, put back afterwards; the buffer itself if they lie together."""
+def gathered(
+    buffer: Tensor, pieces: Sequence[Piece], space: Scratch, units: Preconditioner | None = None
+) -> Iterator[Tensor]:
+    """The pieces as one tensor, put back afterwards; the buffer itself if they lie together.
+
+    With a preconditioner they are in its units meanwhile; halves, whose range these may leave, are
+    float32 then.
+    """
     total = sum(piece.numel for piece in pieces)
     start, end = pieces[0].start, pieces[-1].start + pieces[-1].numel
-    if end - start == total:
-        yield buffer[start:end]
+    wide = units is not None and buffer.dtype == torch.float16
+    if end - start != total or wide:
+        dtype = torch.float32 if wide else buffer.dtype
+        with _copied(buffer, pieces, space, "packed", dtype, units) as x:
+            yield x
         return
-    with _copied(buffer, pieces, space, "packed", buffer.dtype) as x:
+    x = buffer[start:end]
+    if units is None:
         yield x
+        return
+    for piece in pieces:
+        units.into(_part(buffer, piece), piece.number, _part(buffer, piece))
+    yield x
+    for piece in pieces:
+        units.back(_part(buffer, piece), piece.number, _part(buffer, piece))
 
 
 @contextmanager
 def _copied(
-    buffer: Tensor, pieces: Sequence[Piece], space: Scratch, name: str, dtype: torch.dtype
+    buffer: Tensor,
+    pieces: Sequence[Piece],
+    space: Scratch,
+    name: str,
+    dtype: torch.dtype,
+    units: Preconditioner | None = None,
 ) -> Iterator[Tensor]:
-    """The pieces one behind another, put back afterwards."""
+    """The pieces one behind another, put back afterwards; in a preconditioner's units if given."""
     sizes = [piece.numel for piece in pieces]
     x = space.take(name, sum(sizes), buffer.device, dtype)
+    into = _plain_copy if units is None else units.into
+    back = _plain_copy if units is None else units.back
     for part, piece in zip(x.split(sizes), pieces, strict=True):
-        part.copy_(_part(buffer, piece))
+        into(_part(buffer, piece), piece.number, part)
     yield x
     for part, piece in zip(x.split(sizes), pieces, strict=True):
-        _part(buffer, piece).copy_(part)
+        back(part, piece.number, _part(buffer, piece))
+
+
+def _plain_copy(source: Tensor, _: int, out: Tensor) -> None:
+    out.copy_(source)
+
+
+def norms(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Two-norms, on the parts' device."""
+    return [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
 
 
 def _part(buffer: Tensor, piece: Piece) -> Tensor:

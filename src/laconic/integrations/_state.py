@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,11 +30,13 @@ from laconic.exchanges._ledger import (
     ParameterBudget,
     budget_report,
     error_stats,
+    ledger_of,
     load_budget,
     saved_budget,
 )
 from laconic.exchanges._nested import nesting
 from laconic.exchanges._policy import Chooser, Policy
+from laconic.exchanges._preconditioner import Preconditioner, preconditioner_of
 from laconic.exchanges._replicas import compare, digest
 from laconic.integrations._bucket_order import BucketOrder, real_numel
 from laconic.integrations._choices import Choices, check_warmup, line
@@ -42,6 +45,7 @@ from laconic.integrations._common import Stats, check_own, check_ranks, own_rank
 _log = logging.getLogger("laconic")
 _CHECKED_EVERY = 500  # steps between two comparisons of weights
 _LOOKED_EVERY = 100  # steps between two looks at the error that was made
+_WEIGHED_EVERY = 16  # steps between two estimates of the error in gradients' own units
 _TOLERATED = 1.2  # times the budget
 _MOST_FILLED = 1 / 64  # of a load, zeros that are encoded to save copying
 
@@ -69,6 +73,11 @@ class Load:
     fillers: tuple[Piece, ...] = ()
 
     @cached_property
+    def lossy(self) -> bool:
+        """Whether it matters in which units the pieces are encoded."""
+        return self.codec.variance_bound(1) != 0
+
+    @cached_property
     def places(self) -> tuple[Place, ...]:
         """The pieces, for codecs with a step or a memory for each."""
         return tuple(
@@ -83,6 +92,30 @@ class Plan:
 
     loads: tuple[Load, ...]
     plain: tuple[Piece, ...]
+
+
+class _Seen:
+    """Mean and maximum of numbers that a device knows, read when somebody asks."""
+
+    def __init__(self) -> None:
+        self._count, self._total, self._largest = 0, torch.zeros(()), torch.zeros(())
+        self._lock = threading.Lock()  # lanes add at the same time
+
+    def add(self, value: Tensor) -> None:
+        value = value.nan_to_num(posinf=0.0)  # of a mean that is zero nothing is known
+        with self._lock:
+            self._count += 1
+            self._total = self._total.to(value) + value
+            self._largest = torch.maximum(self._largest.to(value), value)
+
+    def stats(self) -> dict[str, Any]:
+        """The fields of statistics; none before anything was seen."""
+        if not self._count:
+            return {}
+        return {
+            "gradient_error_mean": float(self._total) / self._count,
+            "gradient_error_largest": float(self._largest),
+        }
 
 
 class _Waiting(NamedTuple):
@@ -101,8 +134,10 @@ class HookState:
     differ. It may come before `init_process_group`, or before the model is moved to its GPU, in
     programs that do these themselves, such as Lightning: ranks then meet at the first bucket.
     `module` is what DDP wraps. States of one model that take turns may share `lanes`, threads and
-    process groups. A single rank has nobody to exchange with, and its gradients stay exact, unless
-    `even_alone` asks for what more ranks would do to them. `static_graph` is DDP's setting.
+    process groups. `optimizer`, or a list of several, steps the parameters: gradients are encoded
+    in its units then, where it has second moments. A single rank has nobody to exchange with, and
+    its gradients stay exact, unless `even_alone` asks for what more ranks would do to them.
+    `static_graph` is DDP's setting.
     """
 
     def __init__(
@@ -120,6 +155,7 @@ class HookState:
         verify: str = "auto",
         static_graph: bool = False,
         lanes: tuple[Lane, ...] | None = None,
+        optimizer: Any = None,
     ) -> None:
         if spec == "auto":
             raise ConfigError(
@@ -139,6 +175,11 @@ class HookState:
         self.scratch = Scratch()
         self.known: set[Hashable] = set()
         self.memory: dict[Hashable, Any] = {}  # of exchanges
+        self.preconditioner = preconditioner_of(optimizer)  # states that take turns share one
+        if self.preconditioner is not None:
+            self.preconditioner.listen(self._changed)
+        self._encoded: dict[int, weakref.ref[Tensor]] = {}  # parameters, by number
+        self._gradient_errors = _Seen()
         self._parameters: dict[int, tuple[int, str | None]] = {}  # number, and text if encoded
         self._names: list[str] = []
         self._warned: set[str] = set()  # names of parameters that travel uncompressed
@@ -169,6 +210,7 @@ class HookState:
             "warmup_steps": str(self.warmup_steps),
             "verify": self.verify,
             "seed": str(self.seed),
+            "optimizer": "none" if self.preconditioner is None else "given",
             "parameters": "\n".join(layout),
         }
         agree(settings, self.lanes[0].group, device)
@@ -181,6 +223,7 @@ class HookState:
         """Ask the policy about every parameter; a line for each, to be compared between ranks."""
         lines, strange = [], []
         self._parameters.clear()
+        self._encoded.clear()
         self._names = [name for name, _ in module.named_parameters()]
         for number, (name, parameter) in enumerate(module.named_parameters()):
             text = self._pairs.text(policy(name, parameter)) if parameter.requires_grad else None
@@ -188,13 +231,69 @@ class HookState:
                 text = None
                 strange += [f"{name} ({parameter.dtype})"] if parameter.numel() else []
             self._parameters[id(parameter)] = number, text
+            if text is not None:
+                self._encoded[number] = weakref.ref(parameter)
             lines.append(line(name, parameter, text))
         trained = [one for one in module.parameters() if one.requires_grad]
         self._weights = [weakref.ref(one) for one in trained]
         self.order.know((self._parameters[id(one)][0], one) for one in trained)
         self.draws = seed_of(self.seed, "\n".join(lines))
         self._warn(strange, "their dtype cannot be encoded")
+        self._use_units()
         return lines
+
+    def _use_units(self) -> None:
+        """Tell the preconditioner of all codecs."""
+        if self.preconditioner is not None:
+            for own, way in self._pairs.values():
+                way.check_units(own)
+                self.preconditioner.allow(own.budget or 0.0)
+
+    def _changed(self, number: int, growth: Tensor) -> None:
+        """A parameter's units have changed: what codecs remember of it has the old ones."""
+        for _, codec in self._remembering():
+            codec.change_units(number, growth)
+
+    def trains(self, optimizer: Any) -> bool:
+        """Whether an optimizer steps any parameter that is encoded."""
+        own = {id(one) for one in self._encoded_parameters().values()}
+        return any(id(one) in own for group in optimizer.param_groups for one in group["params"])
+
+    @property
+    def cold(self) -> bool:
+        """Whether the optimizer's units are not known yet, because it has made no step."""
+        return self.preconditioner is not None and self.preconditioner.cold
+
+    def units_of(self, load: Load) -> Preconditioner | None:
+        """The units to encode it in, None for gradients' own."""
+        return self.preconditioner if load.lossy else None
+
+    def renew_units(self, step: int) -> Tensor | None:
+        """Make a snapshot of the optimizer's units if it is due; its digest, to be compared."""
+        units = self.preconditioner
+        if units is None or step < self.warmup_steps or not units.due(step):
+            return None
+        return units.refresh(step, self._encoded_parameters())
+
+    def weighs(self, load: Load, step: int) -> bool:
+        """Whether the error of this step's gradient is estimated, where its units are others."""
+        known = load.codec.budget is not None and load.codec.knows_error
+        return known and self.units_of(load) is not None and step % _WEIGHED_EVERY == 0
+
+    def weigh(self, load: Load, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        """Estimate the relative squared error of gradients from that of y = g/w.
+
+        Spread evenly over the values of y, an error e·‖y‖² is one of e·‖y‖²·mean(w²) of g. Norms
+        of both are given, of each piece; nothing waits for the device.
+        """
+        errors = ledger_of(self.memory).latest([piece.number for piece in load.pieces])
+        for piece, error, y, g in zip(load.pieces, errors, before, after, strict=True):
+            units = self.preconditioner and self.preconditioner.units(piece.number)
+            if units and error == error:
+                self._gradient_errors.add(error * units.power * (y / g).double().square())
+
+    def _encoded_parameters(self) -> dict[int, Tensor]:
+        return {number: one for number, ref in self._encoded.items() if (one := ref()) is not None}
 
     def check_replicas(self, every: int = _CHECKED_EVERY) -> None:
         """Compare the weights of all ranks every so many steps; 0 for never. On all ranks.
@@ -267,6 +366,7 @@ class HookState:
             wire_seconds=sum(lane.traffic.wire_seconds for lane in self.lanes),
             local_bytes=sum(lane.traffic.local_bytes for lane in self.lanes),
             **error_stats(self.memory),
+            **self._gradient_errors.stats(),
             nesting_ratio=nested and nested.ratio,
             decode_failures=nested and nested.failures,
             correlation=nested and nested.correlation,
@@ -297,6 +397,7 @@ class HookState:
             "order": self.order.state_dict(),
             "codec": str(self.codec),
             "budget": saved_budget(self.memory),
+            "units": None if self.preconditioner is None else self.preconditioner.state_dict(),
             "memory": memories,
             "exchange memory": {
                 key: kept for key, kept in saved_memory(self.memory).items() if key != BUDGET
@@ -316,6 +417,8 @@ class HookState:
             codec.load_state_dict(state["memory"][text])
         self.memory = dict(state.get("exchange memory", {}))  # exchanges take up what is theirs
         load_budget(self.memory, state.get("budget"))
+        if self.preconditioner is not None and state.get("units") is not None:
+            self.preconditioner.load_state_dict(state["units"], self._encoded_parameters())
 
     def _remembering(self) -> list[tuple[str, Any]]:
         return [(text, codec) for text, (codec, _) in self._pairs.items() if codec.remembers]

@@ -36,7 +36,8 @@ class Compress(Callback):
     For strategies of DDP ("ddp", DDPStrategy) and FSDP2 (ModelParallelStrategy); on one process it
     does nothing, and says so. Every `log_every_n_steps` of the Trainer its loggers get
     "laconic/ratio", "laconic/sent_bytes" and so on, of rank 0; `log=False` for none. Checkpoints
-    hold the state of all ranks (`lc.AllRanks`).
+    hold the state of all ranks (`lc.AllRanks`). Under DDP gradients are encoded in the units of the
+    Trainer's optimizers, as `lc.compress(optimizer=)` does it; `optimizer=None` for their own.
     """
 
     def __init__(self, spec: str | Codec, *, log: bool = True, **settings: Any) -> None:
@@ -57,7 +58,8 @@ class Compress(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The strategy has wrapped the model; a checkpoint's state may have come before that."""
         model = trainer.strategy.model
-        if not self._compression.start(pl_module if model is None else model, _ADVICE):
+        wrapped = pl_module if model is None else model
+        if not self._compression.start(wrapped, _ADVICE, trainer.optimizers):
             rank_zero_info("laconic: a single process sends nothing, so nothing is compressed")
         self._restore()
 

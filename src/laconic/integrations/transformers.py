@@ -34,7 +34,9 @@ class CompressCallback(TrainerCallback):
     "laconic/ratio", "laconic/sent_bytes" and so on beside it; `log=False` for none. Every rank
     writes laconic_<rank>.pt into the Trainer's checkpoints, as it does with the state of random
     numbers. They are read again where a run is resumed: from `args.resume_from_checkpoint`, or the
-    checkpoint of that step in `args.output_dir`. `resume_from` is for others.
+    checkpoint of that step in `args.output_dir`. `resume_from` is for others. Under DDP gradients
+    are encoded in the units of the Trainer's optimizer, as `lc.compress(optimizer=)` does it;
+    `optimizer=None` for their own.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class CompressCallback(TrainerCallback):
         callbacks.insert(0, callbacks.pop(callbacks.index(self)))  # before those that report logs
         model = trainer.model_wrapped
         assert model is not None
-        if not self._compression.start(model, _ADVICE):
+        optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
+        if not self._compression.start(model, _ADVICE, optimizers):
             _log.warning("a single process sends nothing, so nothing is compressed")
         elif state.global_step:
             self._restore(args, state)

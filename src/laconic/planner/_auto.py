@@ -19,11 +19,17 @@ from laconic.errors import ConfigError
 from laconic.exchanges._agree import agree
 from laconic.exchanges._lane import lanes
 from laconic.exchanges._policy import Chooser
+from laconic.exchanges._preconditioner import preconditioner_of
 from laconic.integrations._bucket_order import Bucket
 from laconic.integrations._choices import check_warmup
 from laconic.integrations._common import Stats
 from laconic.integrations._compress import check_free, not_parallel, unwrapped
-from laconic.integrations._ddp import comm_hook, exchange_bucket, raise_after_backward
+from laconic.integrations._ddp import (
+    comm_hook,
+    exchange_bucket,
+    raise_after_backward,
+    renew_units,
+)
 from laconic.integrations._fsdp import is_fsdp
 from laconic.integrations._state import HookState
 from laconic.planner._auto_candidates import ERROR, families_of, group_of, measurable
@@ -42,6 +48,7 @@ def auto(
     *,
     error: float | None = None,
     candidates: Sequence[str] | None = None,
+    optimizer: Any = None,
     policy: Chooser | None = None,
     warmup_steps: int = 0,
     seed: int = 0,
@@ -70,6 +77,7 @@ def auto(
         model,
         families=families_of(model, error, candidates),
         error=error if error is not None else ERROR if candidates is None else math.inf,
+        optimizer=optimizer,
         policy=policy,
         warmup_steps=warmup_steps,
         seed=seed,
@@ -94,6 +102,7 @@ class Auto:
         *,
         families: Sequence[Sequence[str]],
         error: float,
+        optimizer: Any,
         policy: Chooser | None,
         warmup_steps: int,
         seed: int,
@@ -107,9 +116,16 @@ class Auto:
         wanted = {"error": str(error), "candidates": said, "warmup_steps": str(warmup_steps)}
         agree(wanted, own[0].group, self._device)
         self._states: dict[str, HookState] = {}
+        units = preconditioner_of(optimizer)
         for spec in (PLAIN, *(spec for family in families for spec in family)):
             self._states[spec] = HookState(
-                module, spec, policy=policy, seed=seed, group=self._group, lanes=own
+                module,
+                spec,
+                policy=policy,
+                seed=seed,
+                group=self._group,
+                lanes=own,
+                optimizer=units,
             )
         self._share_out()
         self._meter = Meter(self._device) if meter is None else meter
@@ -184,7 +200,7 @@ class Auto:
 
     def _hand(self, bucket: Bucket) -> Future[Tensor]:
         """The strategy of the step takes a bucket."""
-        buffer, last = bucket.buffer(), bucket.is_last()
+        buffer, last, plain = bucket.buffer(), bucket.is_last(), self._states[PLAIN]
         do = self._do or self._begin()
         if do.ask is not None and not buffer.is_sparse:
             self._measure_sizes(bucket)
@@ -196,6 +212,7 @@ class Auto:
         if buffer.is_sparse:
             return self._sparse(bucket, last)
         if do.look:
+            renew_units(plain, self._course.step)
             return self._look(bucket)
         if do.spec == PLAIN:
             return self._plain(buffer, last)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,12 +102,17 @@ class Looking:
             self._norm(buffer, load, self._norms[load.pieces[0].number][1])
         lane.seconds += time.perf_counter() - start
 
+    def _units(self, buffer: Tensor, load: Load) -> AbstractContextManager[Tensor]:
+        """What codecs would encode."""
+        state = self._state
+        return gathered(buffer, load.pieces, state.scratch, state.preconditioner)
+
     def _norm(self, buffer: Tensor, load: Load, out: Tensor) -> None:
-        with gathered(buffer, load.pieces, self._state.scratch) as x:
+        with self._units(buffer, load) as x:
             torch.linalg.vector_norm(x, dtype=torch.float32, out=out)
 
     def _copy(self, buffer: Tensor, load: Load, call: Call) -> _Sample:
-        with gathered(buffer, load.pieces, self._state.scratch) as x:
+        with self._units(buffer, load) as x:
             values = x[:_MOST].clone()
         places = Call(group=call.group, places=load.places).inside(0, values.numel())
         norms = []

@@ -1,0 +1,317 @@
+"""optimizer= on real processes: equal replicas, exact resume, errors in the units that count."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from helpers import equal_everywhere
+from test_ddp import batch, flat, network
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic as lc
+
+RANKS, STEPS = 3, 14
+SPECS = (
+    "ecdq:error=0.08",
+    "ecdq:error=0.15,coder=rans,block=4096",
+    "ecdq:error=0.08@allgather",
+    "dqsg:bits=4",
+    "global:bits=8@ring",
+    "qsgd:bits=3",
+    "ndqsg@nested",
+    "rotate(ecdq:error=0.08)",
+    "feedback(dqsg:bits=2)",
+    "fp16",
+)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99))
+
+
+class Run:
+    """A model, its optimizer and a handle, made anew as after a restart."""
+
+    def __init__(
+        self,
+        spec: str = "ecdq:error=0.08",
+        make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+        *,
+        units: bool = True,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        self.model = DistributedDataParallel(network().to(dtype), bucket_cap_mb=0.05)
+        self.optimizer = make(self.model)
+        given = self.optimizer if units else None
+        self.handle: Any = lc.compress(self.model, spec, seed=5, optimizer=given, **options)
+
+    def backward(self, step: int) -> None:
+        x, y = batch(dist.get_rank(), step)
+        self.optimizer.zero_grad()
+        out = self.model(x.to(next(self.model.parameters()).dtype))
+        nn.functional.cross_entropy(out.float(), y).backward()
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self.backward(step)
+            self.optimizer.step()
+
+    def save(self) -> dict[str, Any]:
+        parts = (self.model.module, self.optimizer, self.handle)
+        return copy.deepcopy({str(i): part.state_dict() for i, part in enumerate(parts)})
+
+    def load(self, state: dict[str, Any]) -> None:
+        state = copy.deepcopy(state)
+        for i, part in enumerate((self.model.module, self.optimizer, self.handle)):
+            part.load_state_dict(state[str(i)])
+
+
+def resumes(rank: int) -> dict[str, bool]:
+    draw, found = random.Random(1), {}
+    for spec in SPECS:
+        kill = draw.randrange(1, STEPS)
+        whole, first = Run(spec), Run(spec)
+        whole.train(0, STEPS)
+        first.train(0, kill)
+        second = Run(spec)
+        second.load(first.save())
+        second.train(kill, STEPS)
+        found[f"{spec} at {kill}"] = torch.equal(flat(whole.model), flat(second.model))
+        found[f"{spec}, replicas"] = equal_everywhere(second.model)
+    return found
+
+
+def halves(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        run = Run(dtype=dtype, make=lambda m: torch.optim.AdamW(m.parameters(), 1e-3, eps=1e-4))
+        run.train(0, STEPS)
+        found[str(dtype)] = (
+            equal_everywhere(run.model),
+            bool(flat(run.model).isfinite().all()),
+            run.handle.stats(),
+        )
+    return found
+
+
+def gradients_of(run: Run, step: int) -> torch.Tensor:
+    run.backward(step)
+    return torch.cat([p.grad.flatten() for p in run.model.parameters() if p.grad is not None])
+
+
+def sees_what_counts(rank: int) -> dict[str, Any]:
+    """The error of the mean beside plain DDP's, in Adam's units and in its own."""
+    found: dict[str, Any] = {}
+    for units in (False, True):
+        run = Run(units=units)
+        run.train(0, 17)  # a snapshot was made at 16
+        plain = Run("none", units=False)
+        plain.model.module.load_state_dict(run.model.module.state_dict())
+        exact, errors, own = gradients_of(plain, 17), [], []
+        v = [run.optimizer.state[p]["exp_avg_sq"] for p in run.model.parameters()]
+        scale = torch.cat([one.flatten() for one in v]).sqrt() + 1e-8
+        for step in range(20):  # other draws of the same gradient
+            run.handle.step = 17 + step
+            got = gradients_of(run, 17)
+            errors.append(float(((got - exact) / scale).square().sum()))
+            own.append(float((got - exact).square().sum()))
+        found["units" if units else "own"] = (
+            sum(errors) / 20 / float((exact / scale).square().sum()),
+            sum(own) / 20 / float(exact.square().sum()),
+        )
+        found["stats" if units else "plain stats"] = run.handle.stats()
+    return found
+
+
+def cold_start(rank: int) -> dict[str, bool]:
+    """Gradients are plain until Adam has made its first step, also where a GradScaler skips it."""
+    run, plain = Run(), Run("none", units=False)
+    same = []
+    for step in range(3):
+        a, b = gradients_of(run, step), gradients_of(plain, step)
+        same.append(torch.allclose(a, b, rtol=1e-5, atol=1e-8))
+        if step:  # step 0 is skipped by both
+            run.optimizer.step()
+            plain.optimizer.step()
+    return {"skipped": same[0], "first": same[1], "then": same[2]}
+
+
+def leaves_sgd_alone(rank: int) -> bool:
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    weights = []
+    for units in (False, True):
+        run = Run(make=sgd, units=units)
+        run.train(0, STEPS)
+        weights.append(flat(run.model))
+    return torch.equal(*weights)
+
+
+def drifts(rank: int) -> str:
+    """Moments of one rank are damaged: found before anything is decoded wrongly."""
+    run = Run()
+    run.train(0, 6)
+    if rank == 1:
+        next(iter(run.optimizer.state.values()))["exp_avg_sq"].mul_(16)
+    try:
+        run.train(6, 30)
+    except lc.ReplicaError as error:
+        return str(error)
+    return "not found"
+
+
+def forgets_on_one_rank(rank: int) -> str:
+    model = DistributedDataParallel(network())
+    try:
+        lc.compress(model, "ecdq", optimizer=adamw(model) if rank else None)
+    except lc.ConfigError as error:
+        return str(error)
+    return "not found"
+
+
+def warns(rank: int) -> dict[str, list[str]]:
+    logger, told = logging.getLogger("laconic"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
+    found = {}
+    sgd = torch.optim.SGD
+    cases: dict[str, tuple[str, Any, bool]] = {
+        "adam": ("ecdq:error=0.08", adamw, False),
+        "told": ("ecdq:error=0.08", adamw, True),
+        "sgd": ("ecdq:error=0.08", lambda m: sgd(m.parameters(), 0.1, momentum=0.9), False),
+        "blocks": ("dqsg:bits=4", adamw, False),
+        "steps": ("ecdq:error=0.08,block=4096", adamw, False),
+    }
+    for name, (spec, make, units) in cases.items():
+        told.clear()
+        Run(spec, make, units=units).train(0, 3)
+        found[name] = list(told)
+    logger.removeHandler(handler)
+    return found
+
+
+def auto(rank: int) -> dict[str, Any]:
+    logging.getLogger("laconic").setLevel(logging.ERROR)
+    run = Run("auto", candidates=["ecdq:error=0.08", "dqsg:bits=4"])
+    run.train(0, 45)
+    looked = run.handle._states["none"].preconditioner
+    return {
+        "equal": equal_everywhere(run.model),
+        "shared": all(one.preconditioner is looked for one in run.handle._states.values()),
+        "snapshot": looked.units(0) is not None,
+        "choice": run.handle.choice,
+    }
+
+
+def several(rank: int) -> dict[str, Any]:
+    """Two optimizers, one of them SGD; a third part is trained by none that was named."""
+
+    layers = network()
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.05)
+    adam = torch.optim.Adam(layers[0].parameters(), lr=1e-3)
+    sgd = torch.optim.SGD(layers[2].parameters(), lr=0.1)
+    every, policy = [adam, sgd], lc.Policy(min_numel=0, min_dims=0)
+    handle: Any = lc.compress(model, "ecdq", optimizer=every, policy=policy)
+    for step in range(6):
+        x, y = batch(rank, step)
+        nn.functional.cross_entropy(model(x), y).backward()
+        for one in every:
+            one.step()
+            one.zero_grad()
+    known = [handle.preconditioner.units(number) is not None for number in range(6)]
+    return {"equal": equal_everywhere(model), "known": known}
+
+
+JOBS = [
+    resumes,
+    halves,
+    sees_what_counts,
+    cold_start,
+    leaves_sgd_alone,
+    drifts,
+    forgets_on_one_rank,
+    warns,
+    auto,
+    several,
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
+    return ranks.run(JOBS, RANKS, tmp_path_factory.mktemp("units"))
+
+
+def test_killed_and_resumed_runs_end_with_the_same_bits(found: ranks.Answers) -> None:
+    for rank in range(RANKS):
+        wrong = [name for name, same in found[rank, "resumes"].items() if not same]
+        assert not wrong, wrong
+
+
+def test_half_precision(found: ranks.Answers) -> None:
+    for rank in range(RANKS):
+        for dtype, (equal, finite, stats) in found[rank, "halves"].items():
+            assert equal and finite, dtype
+            assert 0 < stats.error_mean <= 1.1 * 0.08, dtype
+
+
+def test_the_budget_is_kept_where_adam_looks(found: ranks.Answers) -> None:
+    answers = found[0, "sees_what_counts"]
+    (uniform, _), (own, plain) = answers["own"], answers["units"]
+    assert own < 0.12 < 0.14 < uniform, answers  # the rest is what snapshot and floor cost
+    stats, without = answers["stats"], answers["plain stats"]
+    assert stats.error_mean <= 1.1 * 0.08
+    assert 0.4 * plain < stats.gradient_error_mean < 2.5 * plain
+    assert stats.gradient_error_largest <= 10
+    assert without.gradient_error_mean is None
+
+
+def test_gradients_are_exact_until_the_first_step(found: ranks.Answers) -> None:
+    assert found[0, "cold_start"] == {"skipped": True, "first": True, "then": False}
+
+
+def test_sgd_is_as_before_to_the_bit(found: ranks.Answers) -> None:
+    assert found[0, "leaves_sgd_alone"]
+
+
+def test_moments_that_differ_are_found_and_named(found: ranks.Answers) -> None:
+    for rank in range(RANKS):
+        said = found[rank, "drifts"]
+        assert "second moments" in said and "rank 1" in said, said
+
+
+def test_ranks_agree_whether_an_optimizer_is_given(found: ranks.Answers) -> None:
+    for rank in range(RANKS):
+        assert "optimizer" in found[rank, "forgets_on_one_rank"]
+
+
+def test_one_warning_where_an_optimizer_is_missing(found: ranks.Answers) -> None:
+    told = found[0, "warns"]
+    assert len(told["adam"]) == 1
+    assert "AdamW" in told["adam"][0] and "optimizer=optimizer" in told["adam"][0]
+    assert not any(told[name] for name in ("told", "sgd", "blocks", "steps")), told
+    assert not any(found[1, "warns"].values())
+
+
+def test_auto_measures_and_trains_in_the_same_units(found: ranks.Answers) -> None:
+    for rank in range(RANKS):
+        answer = found[rank, "auto"]
+        assert answer["equal"] and answer["shared"], answer
+        assert answer["snapshot"], "codecs were looked at without units"
+
+
+def test_several_optimizers(found: ranks.Answers) -> None:
+    for rank in range(RANKS):
+        assert found[rank, "several"]["equal"]
+        assert found[rank, "several"]["known"] == [True, True, False, False, False, False]
