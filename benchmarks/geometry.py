@@ -54,7 +54,7 @@ STRATEGIES = {
     "adam feedback 0.5": Strategy(spec="feedback(ecdq:error=0.5{coder})", units=True),
     "adam feedback 1.0": Strategy(spec="feedback(ecdq:error=1.0{coder})", units=True),
 }
-RATES = {"adamw": 4e-3, "sgd": 0.5, "rmsprop": 2e-3, "adafactor": 3e-2}  # the best for plain
+RATES = {"adamw": 4e-3, "sgd": 0.2, "rmsprop": 1e-3, "adafactor": 0.1}  # the best for plain
 SEEDS = range(5)
 FIRST = ("plain", "adam 0.08", "adam 0.15", "uniform 0.08", "dqsg4", "block 0.15")
 LONG = FIRST[:4]
