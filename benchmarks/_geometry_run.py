@@ -25,7 +25,7 @@ from benchmarks._simulated import mean_of
 from benchmarks._tasks import Attention, library_text
 from laconic.codecs import Codec, Feedback
 from laconic.exchanges import Call, ScatterReduce, Traffic
-from laconic.exchanges._preconditioner import Preconditioner, second_moment
+from laconic.exchanges._preconditioner import Preconditioner, SecondMoment, second_moment
 from laconic.exchanges._transport import plain_mean
 
 CONTEXT, HEADS, CLIP, DECAY = 64, 4, 1.0, 0.1
@@ -253,9 +253,8 @@ class Errors:
         parts = []
         for p in self._parameters:
             moment = second_moment(groups[id(p)], self._optimizer.state[p])
-            root = torch.ones_like(p) if moment is None else moment.v.sqrt() + moment.epsilon
-            parts.append(root.detach().flatten())
-        return torch.cat(parts)
+            parts.append(torch.ones_like(p) if moment is None else root_of(moment))
+        return torch.cat([part.detach().flatten() for part in parts])
 
     def row(self) -> dict[str, float | None]:
         """Means over the steps 1 .. 20 and over later ones; waits for the device."""
@@ -373,6 +372,11 @@ def optimizer_of(case: Case, parameters: Sequence[nn.Parameter]) -> torch.optim.
         case "adafactor":
             return torch.optim.Adafactor(decayed, case.rate)
     raise ValueError(f"optimizers are adamw, sgd, rmsprop and adafactor, not {case.optimizer!r}")
+
+
+def root_of(moment: SecondMoment) -> Tensor:
+    """√v̂ + ε: what the optimizer divides gradients by."""
+    return (moment.v / moment.divisor).sqrt() + moment.epsilon
 
 
 def _introduce(units: Preconditioner, codecs: Sequence[Codec]) -> None:

@@ -8,13 +8,14 @@ A character transformer (3 layers, width 64, 0.17 million parameters) on Python'
 simulated workers with batches of 8 each, scatter-reduce with real wires. Matrices of 2,000 values
 or more are encoded, the rest is averaged in fp32 and not counted. A seed names the first weights
 and the data, whatever the strategy: differences of losses are taken by pairs. Strategies encode
-gradients as they are, with one step per tensor (uniform) or per 4,096 values (block), or in the
-optimizer's units (adam, `exchanges/_preconditioner.py`).
+gradients as they are, with one step per tensor (uniform) or per 4,096 values (block)
+or 512 (block512), or in the optimizer's units (adam, `exchanges/_preconditioner.py`).
 
 Without --strategies, --optimizers, --workers or --steps the whole study runs, what matters first;
 with any of them all their combinations, by default every strategy, adamw, 3 workers and 250 steps.
 --rates tries learning rates other than those that were best for plain. With --save, rows go to
-benchmarks/results/geometry.json after every run, and runs that are there are not run again.
+geometry.json or geometry_gpu.json in benchmarks/results after every run, and runs that are there
+are not run again.
 ecdq's coder is rans on a CPU and bitmap on a GPU, where the same errors take more bits.
 """
 
@@ -37,7 +38,7 @@ from benchmarks._geometry_run import Case, Strategy, train
 from benchmarks._geometry_tables import tables
 from benchmarks._rows import RESULTS, machine, save
 
-NAME = "geometry"
+FILES = {"cpu": "geometry", "cuda": "geometry_gpu"}  # in benchmarks/results
 STRATEGIES = {
     "plain": Strategy(),
     "uniform 0.08": Strategy(spec="ecdq:error=0.08{coder}"),
@@ -45,6 +46,7 @@ STRATEGIES = {
     "dqsg4": Strategy(spec="dqsg:bits=4"),
     "block 0.08": Strategy(spec="ecdq:error=0.08,block=4096{coder}"),
     "block 0.15": Strategy(spec="ecdq:error=0.15,block=4096{coder}"),
+    "block512 0.15": Strategy(spec="ecdq:error=0.15,block=512{coder}"),
     "adam 0.04": Strategy(spec="ecdq:error=0.04{coder}", units=True),
     "adam 0.08": Strategy(spec="ecdq:error=0.08{coder}", units=True),
     "adam 0.15": Strategy(spec="ecdq:error=0.15{coder}", units=True),
@@ -65,13 +67,13 @@ _PACE: dict[bool, float] = {}  # seconds of a step in this process, plain and en
 def study(seeds: Sequence[int]) -> Iterator[Case]:
     """Every run, what matters first."""
     yield from cases(FIRST, ["adamw"], [3], [250], seeds)
-    yield from cases(FIRST, ["adamw"], [3], [1000], seeds)
-    yield from cases(LONG, ["adamw"], [3], [3000], seeds)
     yield from cases(FIRST, ["adamw"], [4], [250], seeds)
     rest = [name for name in STRATEGIES if name not in FIRST]
     yield from cases(rest, ["adamw"], [3], [250], seeds)
     yield from cases(OTHERS, ["rmsprop", "adafactor"], [3], [250], seeds)
     yield from cases(("plain", "uniform 0.08", "adam 0.08"), ["sgd"], [3], [250], seeds)
+    yield from cases((*FIRST, "adam 0.3"), ["adamw"], [3], [1000], seeds)
+    yield from cases(LONG, ["adamw"], [3], [3000], seeds)
 
 
 def cases(
@@ -135,9 +137,9 @@ def done(rows: Iterable[dict[str, Any]], device: str) -> set[Case]:
     return {Case(**{name: row[name] for name in names}) for row in rows if row["device"] == device}
 
 
-def kept() -> list[dict[str, Any]]:
+def kept(name: str) -> list[dict[str, Any]]:
     """Rows of runs before, which must be of this machine: one description is kept for all."""
-    path = RESULTS / f"{NAME}.json"
+    path = RESULTS / f"{name}.json"
     if not path.exists():
         return []
     found, here = json.loads(path.read_text()), machine()
@@ -198,7 +200,8 @@ def _listed(work: list[Case]) -> None:
 def main() -> None:
     _prepare()
     options = _options()
-    work, rows = chosen(options), kept() if options.save else []
+    name = FILES[options.device]
+    work, rows = chosen(options), kept(name) if options.save else []
     known = done(rows, options.device)
     work = [case for case in work if case not in known]
     if options.list:
@@ -208,10 +211,10 @@ def main() -> None:
         rows.append(row)
         print(_told(row), flush=True)
         if options.save:
-            save(NAME, rows)
+            save(name, rows)
     print(tables(rows))
     if options.save:
-        print(f"{len(rows)} rows in {Path(RESULTS, NAME)}.json")
+        print(f"{len(rows)} rows in {Path(RESULTS, name)}.json")
 
 
 def _options() -> argparse.Namespace:
@@ -230,7 +233,7 @@ def _options() -> argparse.Namespace:
     add("--rates", type=_rates, metavar="0.001,0.002", help="learning rates")
     add("--width", type=int, default=Case.width)
     add("--layers", type=int, default=Case.layers)
-    add("--save", action="store_true", help=f"keep rows in benchmarks/results/{NAME}.json")
+    add("--save", action="store_true", help="keep rows in benchmarks/results")
     add("--list", action="store_true", help="only say which runs there are to do")
     return parser.parse_args()
 

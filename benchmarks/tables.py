@@ -485,9 +485,9 @@ simulated workers with batches of 8 each, scatter-reduce with real wires, clippi
 of the learning rate. Matrices of 2,000 values or more are encoded, the rest is averaged in fp32 and
 not counted. Loss is cross-entropy in nats on text held out; a seed names first weights and data for
 all strategies, and differences are those of pairs. Encodings: `ecdq` with that error and one step
-per tensor (uniform) or per 4,096 values (block), `dqsg`, and the same in the optimizer's units
-(adam: `optimizer=`; steps before it has any are plain, and counted). The coder of `ecdq` is
-{geometry.coders(rows)}.
+per tensor (uniform), per 4,096 values (block) or per 512 (block512), `dqsg`, and the same in the
+optimizer's units (adam: `optimizer=`; steps before it has any are plain, and counted). The coder of
+`ecdq` is {geometry.coders(rows)}.
 
 Bits are those per value and way, all bytes of wires. Errors are the mean gradient's, squared, over
 its square: as it is / divided by what the optimizer divides it by; then the largest of one tensor.

@@ -52,16 +52,19 @@ _WORST = 10.0  # the plain relative squared error that is allowed
 _USUAL = 0.1  # the relative squared error of codecs that name none
 _MOST_ERROR = 5.0  # above it all w are alike
 _ROUND = 0x004AFB0D  # 2^23 less the mantissa of √2: (bits + this) >> 23 rounds log2 to nearest
+_BIAS = 1023  # of exponents in fp64
+_PART = 1 << 15  # values whose intermediate results fit a core's cache
 _TINY = 1e-30
 
 
 @dataclass(frozen=True)
 class SecondMoment:
-    """v̂, of how many steps it is an average, and what is added to its root."""
+    """v̂ = v/divisor, of how many steps it is an average, and what is added to its root."""
 
     v: Tensor
     steps: float | Tensor
     epsilon: float = 0.0
+    divisor: float | Tensor = 1.0
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,7 @@ def _adam(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
     beta = group["betas"][1]
     left = 1 - beta ** state["step"]  # a tensor on the device where the step is one
     v = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-    return SecondMoment(v / left, steps=left / (1 - beta), epsilon=group["eps"])
+    return SecondMoment(v, steps=left / (1 - beta), epsilon=group["eps"], divisor=left)
 
 
 def _adamax(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
@@ -267,25 +270,45 @@ def _divides(optimizer: Any) -> bool:
 
 
 def _units(moment: SecondMoment, floor: float) -> Units:
-    """See the top of the file; means in fp64, so that they are the same on any number of cores."""
-    v = moment.v.float()
+    """See the top of the file; on CPUs a few rows after another, which stay in the cache."""
+    v = moment.v
     rows = v.reshape(v.shape[0], -1) if v.dim() > 1 else v.reshape(1, -1)
-    mean = rows.mean(1, keepdim=True, dtype=torch.float64)
-    k = moment.steps
-    share = torch.as_tensor(1 / (k + 1)).to(rows)
-    u = torch.lerp(rows, mean.float(), share)
-    exponents = exponents_of(u.sqrt() + moment.epsilon).view(-1)
+    exponents = torch.empty(rows.shape, dtype=torch.int8, device=v.device)
+    at_once = max(1, _at_once(v) // max(1, rows.shape[1]))
+    known = [
+        _rows_exponents(part, moment, out)
+        for part, out in zip(rows.split(at_once), exponents.split(at_once), strict=True)
+    ]
     least = (0.5 * torch.log2(floor * _power(exponents))).ceil()
-    exponents = torch.maximum(exponents, least.to(torch.int8))
-    exponents.mul_(u.sum(dtype=torch.float64) > 0)  # else nothing is known: as it is
+    exponents = exponents.view(-1).clamp_(min=least.to(torch.int8))
+    exponents.mul_(torch.stack(known).any())  # else nothing is known: as it is
     return Units(exponents, _power(exponents))
+
+
+def _at_once(x: Tensor) -> int:
+    """Values that are worked on at once: a GPU takes all."""
+    return _PART if x.device.type == "cpu" else max(1, x.numel())
+
+
+def _rows_exponents(rows: Tensor, moment: SecondMoment, out: Tensor) -> Tensor:
+    """Those of some rows, before there is a floor; whether any value is known.
+
+    Means are in fp64, so that they are the same on any number of cores.
+    """
+    v = rows.float() / moment.divisor
+    mean = v.mean(1, keepdim=True, dtype=torch.float64).float()
+    share = torch.as_tensor(1 / (moment.steps + 1)).to(v)
+    u = torch.lerp(v, mean, share)
+    known = (u > 0).any()
+    out.copy_(exponents_of(u.sqrt_().add_(moment.epsilon)))
+    return known
 
 
 def exponents_of(w: Tensor) -> Tensor:
     """round(log2(w)) as int8, from the bits; 0 for what is not finite."""
-    e = ((w.float().view(torch.int32) + _ROUND) >> 23) - 127
-    e = e.clamp(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
-    return torch.where(w.isfinite(), e, 0)
+    e = w.float().view(torch.int32).add(_ROUND).bitwise_right_shift_(23).sub_(127)
+    e = e.clamp_(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
+    return e.mul_(w.isfinite())
 
 
 def _difference(now: Tensor, before: Tensor) -> Tensor:
@@ -294,8 +317,14 @@ def _difference(now: Tensor, before: Tensor) -> Tensor:
 
 
 def _power(exponents: Tensor) -> Tensor:
-    """mean(w²)."""
-    return torch.exp2(2.0 * exponents.double()).mean()
+    """mean(w²), of parts that any number of cores adds up in the same order."""
+    parts = [_square(part).sum() for part in exponents.view(-1).split(_at_once(exponents))]
+    return torch.stack(parts).sum() / exponents.numel()
+
+
+def _square(exponents: Tensor) -> Tensor:
+    """4^e in fp64, from its bits."""
+    return exponents.long().mul_(2).add_(_BIAS).bitwise_left_shift_(52).view(torch.float64)
 
 
 def _floor(error: float) -> float:
