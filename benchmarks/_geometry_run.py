@@ -376,7 +376,7 @@ def optimizer_of(case: Case, parameters: Sequence[nn.Parameter]) -> torch.optim.
 
 def root_of(moment: SecondMoment) -> Tensor:
     """√v̂ + ε: what the optimizer divides gradients by."""
-    return (moment.v / moment.divisor).sqrt() + moment.epsilon
+    return (moment.v * moment.factor).sqrt() + moment.epsilon
 
 
 def _introduce(units: Preconditioner, codecs: Sequence[Codec]) -> None:

@@ -31,6 +31,7 @@ from benchmarks import _fashion
 BATCH = 64
 FP32, FP16, COMPUTE = "fp32 (no hook)", "fp16 (torch's hook)", "compute alone"
 SSD = "ssd "
+ADAMW, UNITS = "adamw ", "units "  # before a codec: the optimizer, and that the codec knows it
 COUNTED = ("sent_bytes", "exchange_seconds", "wire_seconds")
 UNMEASURED = 3  # steps: DDP rebuilds its buckets after the first, and kernels are compiled
 UNTIL_KAPPA = 12  # steps: the hook has measured how much gradients have in common
@@ -62,6 +63,11 @@ class Worker:
         self.model: nn.Module = self.trained
         self.handle: Any = None
         self.optimizer: Any = torch.optim.SGD(self.trained.parameters(), lr=rate, momentum=0.9)
+        if strategy.startswith(ADAMW):
+            self.optimizer = torch.optim.AdamW(self.trained.parameters())
+        strategy = strategy.removeprefix(ADAMW)
+        known = self.optimizer if strategy.startswith(UNITS) else None
+        strategy = strategy.removeprefix(UNITS)
         if strategy.startswith(SSD):
             self.optimizer = self.handle = self.delayed(strategy)
         elif strategy != COMPUTE:
@@ -69,7 +75,7 @@ class Worker:
             if strategy == FP16:
                 replicas.register_comm_hook(None, fp16_compress_hook)
             elif strategy != FP32:
-                self.handle = lc.compress(replicas, strategy)
+                self.handle = lc.compress(replicas, strategy, optimizer=known)
         self.generator = torch.Generator().manual_seed(dist.get_rank())
 
     def delayed(self, strategy: str) -> lc.SSD:

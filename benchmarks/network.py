@@ -1,6 +1,6 @@
 """Steps of training over links of several rates: time, and bytes at the link.
 
-    python -m benchmarks.network [--rates 100,1000] [--steps N] [--save]
+    python -m benchmarks.network [--rates 100,1000] [--steps N] [--schedules | --units] [--save]
 
 Four hosts in the lab, each link shaped in both directions; "loopback" is four processes without
 hosts. An MLP (784-1024-1024-10) learns Fashion-MNIST in batches of 64 a worker; every strategy
@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import _fashion
-from benchmarks._network_worker import COMPUTE, COUNTED, FP16, FP32, SSD
+from benchmarks._network_worker import ADAMW, COMPUTE, COUNTED, FP16, FP32, SSD, UNITS
 from benchmarks._rows import quantiles, save
 from laconic import lab
 
@@ -47,6 +47,12 @@ SCHEDULES = (
     "ssd k=4 dqsg:bits=4",
     "ssd k=4 ecdq:error=0.08",
     FP32,
+)
+_ECDQ = "ecdq:error=0.08"
+IN_UNITS = (  # in turns: what is compared differs by less than the machine's hours do
+    ADAMW + FP32,
+    *4 * (ADAMW + _ECDQ, ADAMW + UNITS + _ECDQ),
+    ADAMW + FP32,
 )
 _MOST, _FEWEST, _SECONDS = 40, 12, 3.0  # steps of a strategy: as many as last so long
 _PATIENCE_S = 120.0
@@ -88,7 +94,7 @@ def per_step(answers: list[dict[str, Any]]) -> list[float]:
 
 def compared(rate: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows with their rate and their speed relative to fp32, first and last together."""
-    plain = [s for row in rows if row["strategy"] == FP32 for s in row["seconds"]]
+    plain = [s for row in rows if row["strategy"].endswith(FP32) for s in row["seconds"]]
     middle = 1e3 * statistics.median(plain)
     return [
         {"rate": rate, "times_faster": middle / row["ms"]}
@@ -191,7 +197,9 @@ def main() -> None:
         help="Mbit/s, or with the link's burst in KB as in 100/256, or loopback",
     )
     parser.add_argument("--steps", type=int, default=0, help="of each strategy; 0: by their length")
-    parser.add_argument("--schedules", action="store_true", help="SSD-SGD instead of codecs")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--schedules", action="store_true", help="SSD-SGD instead of codecs")
+    kinds.add_argument("--units", action="store_true", help="ecdq with and without optimizer=")
     parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     _fashion.check()
@@ -200,10 +208,10 @@ def main() -> None:
         sys.exit(f"{lacking} Without a lab there is still --rates loopback.")
     torch.set_num_threads(1)  # as the workers; the rows name it
     console = Console(width=120)
-    order = SCHEDULES if options.schedules else ORDER
+    order = SCHEDULES if options.schedules else IN_UNITS if options.units else ORDER
     rows = measure_all(options.rates, order, options.steps, console)
     if options.save:
-        name = "schedules" if options.schedules else "network"
+        name = {SCHEDULES: "schedules", IN_UNITS: "network_units"}.get(order, "network")
         console.print(f"saved {save(name, rows)}")
 
 

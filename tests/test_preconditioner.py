@@ -15,9 +15,10 @@ from torch import Tensor
 
 import laconic as lc
 from laconic.exchanges import Nested, _preconditioner
-from laconic.exchanges._preconditioner import Preconditioner, exponents_of, second_moment
+from laconic.exchanges._preconditioner import Preconditioner, second_moment
 from laconic.kernels import backend
 from laconic.kernels._layout import MOST_EXPONENT
+from laconic.kernels._reference.powers import rounded_log2
 
 __all__ = ["fast"]
 ADAPTIVE: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
@@ -79,6 +80,37 @@ def test_kernels_write_the_same_bits(fast: Fast) -> None:
             compare(results, (count, dtype, out_dtype, inverse))
 
 
+def row_exponents(kernels: Any, put: Any, v: Tensor, **settings: float) -> dict[str, Tensor]:
+    out = put(torch.empty(v.shape, dtype=torch.int8))
+    return {"known": kernels.row_exponents(put(v), out, **settings), "out": out}
+
+
+def test_kernels_find_the_same_exponents(fast: Fast) -> None:
+    for rows, columns, share in fast.some("exponents", (1, 3, 40), (1, 37, 1000), (0.0, 0.1, 0.5)):
+        v = rough(rows * columns, 128).square().view(rows, columns)
+        v[0, 0] = torch.inf if columns == 37 else 0.0
+        settings = {"factor": 3.3, "share": share, "epsilon": 1e-8}
+        compare(fast.both(row_exponents, v, **settings), (rows, columns, share))
+
+
+def test_units_follow_the_memory_of_a_parameter() -> None:
+    """DDP's buckets hold gradients in the order of the parameter's strides."""
+    draw, found = torch.randn(4, 3, 5, 5).exp(), []
+    for form in (torch.contiguous_format, torch.channels_last):
+        parameter = torch.nn.Parameter(torch.zeros(4, 3, 5, 5).to(memory_format=form))
+        parameter.grad = draw.to(memory_format=form)
+        optimizer = torch.optim.RMSprop([parameter])
+        optimizer.step()
+        units = Preconditioner(optimizer)
+        units.refresh(0, {0: parameter})
+        own = units.units(0)
+        assert own is not None
+        found.append(own.exponents)
+    plain, last = found
+    assert torch.equal(plain.view(4, 3, 5, 5).permute(0, 2, 3, 1).flatten(), last)
+    assert not torch.equal(plain, last)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_way_there_and_back_loses_nothing(dtype: torch.dtype) -> None:
     x = gaussian(5000).to(dtype)
@@ -97,9 +129,9 @@ def test_exponents_round_the_logarithm() -> None:
     w = torch.cat([torch.logspace(-28, 28, 4001), torch.exp2(torch.arange(-90.0, 91.0))])
     near = torch.log2(w.double())
     clear = (near - near.floor() - 0.5).abs() > 1e-6
-    assert torch.equal(exponents_of(w)[clear].double(), near.round()[clear])
+    assert torch.equal(rounded_log2(w)[clear].double(), near.round()[clear])
     bad = torch.tensor([math.nan, math.inf, 0.0, 1e-45, 3e38])
-    assert exponents_of(bad).tolist() == [0, 0, -MOST_EXPONENT, -MOST_EXPONENT, MOST_EXPONENT]
+    assert rounded_log2(bad).tolist() == [0, 0, -MOST_EXPONENT, -MOST_EXPONENT, MOST_EXPONENT]
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)

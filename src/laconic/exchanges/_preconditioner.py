@@ -30,6 +30,7 @@ that have not been stepped yet.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic._wire import DTYPES
 from laconic.errors import ConfigError
 from laconic.exchanges._replicas import digest
 from laconic.kernels import backend
@@ -51,7 +53,6 @@ _SETTINGS = {"betas", "alpha", "rho", "lr_decay", "beta2_decay", "clip_threshold
 _WORST = 10.0  # the plain relative squared error that is allowed
 _USUAL = 0.1  # the relative squared error of codecs that name none
 _MOST_ERROR = 5.0  # above it all w are alike
-_ROUND = 0x004AFB0D  # 2^23 less the mantissa of √2: (bits + this) >> 23 rounds log2 to nearest
 _BIAS = 1023  # of exponents in fp64
 _PART = 1 << 15  # values whose intermediate results fit a core's cache
 _TINY = 1e-30
@@ -59,12 +60,12 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class SecondMoment:
-    """v̂ = v/divisor, of how many steps it is an average, and what is added to its root."""
+    """v̂ = factor·v, of how many steps it is an average, and what is added to its root."""
 
     v: Tensor
     steps: float | Tensor
     epsilon: float = 0.0
-    divisor: float | Tensor = 1.0
+    factor: float | Tensor = 1.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class Preconditioner:
         self._next = 0  # the step that the next snapshot is due at
         self._waited = 0  # steps without any state of the optimizer
         self._cold = False
+        self._made = threading.Event()  # False while a snapshot is under way, in another thread
+        self._made.set()
 
     def allow(self, error: float) -> None:
         """Say that some codec has this error budget: the largest sets the floor."""
@@ -96,20 +99,31 @@ class Preconditioner:
 
     def due(self, step: int) -> bool:
         """Whether a snapshot is to be made before this step's gradients are encoded."""
-        return step >= self._next
+        return self._made.is_set() and step >= self._next
+
+    def begin(self) -> None:
+        """Say that `refresh` is about to be called, perhaps in another thread: all wait for it."""
+        self._made.clear()
 
     def refresh(self, step: int, parameters: Mapping[int, Tensor]) -> Tensor | None:
         """Make a snapshot of `parameters`, by number; its digest, or None if there is none.
 
         Listeners, who remember values in the units that were, are told how much exponents grew.
         """
+        try:
+            return self._refresh(step, parameters)
+        finally:
+            self._made.set()
+
+    def _refresh(self, step: int, parameters: Mapping[int, Tensor]) -> Tensor | None:
         before, self._units = self._units, {}
         moments = self._second_moments()
         for number, parameter in parameters.items():
             read = moments.get(id(parameter))
-            found = None if read is None else read()
+            found = None if read is None or not parameter.numel() else read()
             if found is not None:
-                self._units[number] = units = _units(found, _floor(self._error))
+                order = parameter.dim_order()
+                self._units[number] = units = _units(found, _floor(self._error), order)
                 self._tell(number, units.exponents, before.get(number))
         if not self._units:
             idle = any(not one.state and _divides(one) for one in self._optimizers)
@@ -135,10 +149,12 @@ class Preconditioner:
         small ones count as much as those of large ones. Steps may be skipped (GradScaler), so
         this ends soon.
         """
+        self._made.wait()
         return self._cold
 
     def units(self, number: int) -> Units | None:
         """Those of a parameter, None for gradients as they are."""
+        self._made.wait()
         return self._units.get(number)
 
     def into(self, x: Tensor, number: int, out: Tensor) -> None:
@@ -150,7 +166,7 @@ class Preconditioner:
         self._times(y, number, out, inverse=False)
 
     def _times(self, x: Tensor, number: int, out: Tensor, *, inverse: bool) -> None:
-        units = self._units.get(number)
+        units = self.units(number)
         if units is not None:
             backend(x.device).times_powers(x, units.exponents, out, inverse=inverse)
         elif out.data_ptr() != x.data_ptr():
@@ -158,6 +174,7 @@ class Preconditioner:
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved to resume bit for bit."""
+        self._made.wait()
         return {
             "next": self._next,
             "waited": self._waited,
@@ -210,7 +227,7 @@ def _adam(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
     beta = group["betas"][1]
     left = 1 - beta ** state["step"]  # a tensor on the device where the step is one
     v = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-    return SecondMoment(v, steps=left / (1 - beta), epsilon=group["eps"], divisor=left)
+    return SecondMoment(v, steps=left / (1 - beta), epsilon=group["eps"], factor=1 / left)
 
 
 def _adamax(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
@@ -269,46 +286,19 @@ def _divides(optimizer: Any) -> bool:
     return any(not _SETTINGS.isdisjoint(group) for group in optimizer.param_groups)
 
 
-def _units(moment: SecondMoment, floor: float) -> Units:
-    """See the top of the file; on CPUs a few rows after another, which stay in the cache."""
-    v = moment.v
+def _units(moment: SecondMoment, floor: float, order: tuple[int, ...]) -> Units:
+    """See the top of the file; `order` is that of dimensions in the parameter's memory."""
+    v = moment.v.permute(order) if moment.v.dim() == len(order) else moment.v
+    v = v if v.dtype in DTYPES else v.float()
     rows = v.reshape(v.shape[0], -1) if v.dim() > 1 else v.reshape(1, -1)
     exponents = torch.empty(rows.shape, dtype=torch.int8, device=v.device)
-    at_once = max(1, _at_once(v) // max(1, rows.shape[1]))
-    known = [
-        _rows_exponents(part, moment, out)
-        for part, out in zip(rows.split(at_once), exponents.split(at_once), strict=True)
-    ]
+    share, epsilon = 1 / (moment.steps + 1), moment.epsilon
+    work = backend(v.device).row_exponents
+    known = work(rows, exponents, factor=moment.factor, share=share, epsilon=epsilon)
+    exponents = exponents.view(-1)
     least = (0.5 * torch.log2(floor * _power(exponents))).ceil()
-    exponents = exponents.view(-1).clamp_(min=least.to(torch.int8))
-    exponents.mul_(torch.stack(known).any())  # else nothing is known: as it is
+    exponents = exponents.clamp_(min=least.to(torch.int8)).mul_(known)  # else all are as they are
     return Units(exponents, _power(exponents))
-
-
-def _at_once(x: Tensor) -> int:
-    """Values that are worked on at once: a GPU takes all."""
-    return _PART if x.device.type == "cpu" else max(1, x.numel())
-
-
-def _rows_exponents(rows: Tensor, moment: SecondMoment, out: Tensor) -> Tensor:
-    """Those of some rows, before there is a floor; whether any value is known.
-
-    Means are in fp64, so that they are the same on any number of cores.
-    """
-    v = rows.float() / moment.divisor
-    mean = v.mean(1, keepdim=True, dtype=torch.float64).float()
-    share = torch.as_tensor(1 / (moment.steps + 1)).to(v)
-    u = torch.lerp(v, mean, share)
-    known = (u > 0).any()
-    out.copy_(exponents_of(u.sqrt_().add_(moment.epsilon)))
-    return known
-
-
-def exponents_of(w: Tensor) -> Tensor:
-    """round(log2(w)) as int8, from the bits; 0 for what is not finite."""
-    e = w.float().view(torch.int32).add(_ROUND).bitwise_right_shift_(23).sub_(127)
-    e = e.clamp_(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
-    return e.mul_(w.isfinite())
 
 
 def _difference(now: Tensor, before: Tensor) -> Tensor:
@@ -318,7 +308,8 @@ def _difference(now: Tensor, before: Tensor) -> Tensor:
 
 def _power(exponents: Tensor) -> Tensor:
     """mean(w²), of parts that any number of cores adds up in the same order."""
-    parts = [_square(part).sum() for part in exponents.view(-1).split(_at_once(exponents))]
+    at_once = _PART if exponents.device.type == "cpu" else max(1, exponents.numel())
+    parts = [_square(part).sum() for part in exponents.split(at_once)]
     return torch.stack(parts).sum() / exponents.numel()
 
 

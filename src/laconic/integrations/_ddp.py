@@ -51,22 +51,28 @@ def exchange_bucket(state: HookState, bucket: Bucket) -> Future[Tensor]:
         state.warn_of_sparse(bucket.parameters())
         own = buffer * (1 / lane.group.size())  # in place it would change what backward still reads
         return start(lane, own, partial(_sparse_sum, lane, own))
-    renew_units(state, step)
+    renew_units(state, buffer, step)
     plan = state.plan(bucket.parameters())
     return start(lane, buffer, partial(_exchange, state, lane, buffer, plan, step))
 
 
-def renew_units(state: HookState, step: int) -> None:
+def renew_units(state: HookState, buffer: Tensor, step: int) -> None:
     """Where gradients are encoded in an optimizer's units, make a snapshot of these if it is due.
 
-    That is before the first bucket of a step, whatever its number. Its digest is compared in the
-    first lane; if it differs, `backward` raises.
+    That is before the first bucket of a step, whatever its number, in the first lane; the other one
+    waits where it needs them. If digests differ, `backward` raises.
     """
+    units = state.preconditioner
+    if units is not None and state.units_due(step):
+        units.begin()
+        lane = state.lanes[0]
+        start(lane, buffer.new_empty(0), partial(_renew, state, lane, step))
+
+
+def _renew(state: HookState, lane: Lane, step: int) -> None:
     found = state.renew_units(step)
     if found is not None:
-        lane = state.lanes[0]
-        work = partial(compare, found, lane.group, step, _UNITS)
-        start(lane, found.new_empty(0, dtype=torch.float32), work)
+        compare(found, lane.group, step, _UNITS)
 
 
 # DDP compares these with the objects themselves, which postponed annotations are not
@@ -105,9 +111,8 @@ def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future
     state.step = max(state.step, step + 1)
     if state.alone:
         return _done(gradient)
-    found = state.renew_units(step)
-    if found is not None:
-        compare(found, state.lanes[0].group, step, _UNITS)
+    if state.units_due(step):
+        _renew(state, state.lanes[0], step)
     real = torch.view_as_real(gradient.detach()) if gradient.is_complex() else gradient.detach()
     flat = real.contiguous().view(-1)
     _exchange(state, state.lanes[0], flat, plan, step)

@@ -268,12 +268,15 @@ class HookState:
         """The units to encode it in, None for gradients' own."""
         return self.preconditioner if load.lossy else None
 
-    def renew_units(self, step: int) -> Tensor | None:
-        """Make a snapshot of the optimizer's units if it is due; its digest, to be compared."""
+    def units_due(self, step: int) -> bool:
+        """Whether a snapshot of the optimizer's units is to be made at this step."""
         units = self.preconditioner
-        if units is None or step < self.warmup_steps or not units.due(step):
-            return None
-        return units.refresh(step, self._encoded_parameters())
+        return units is not None and step >= self.warmup_steps and units.due(step)
+
+    def renew_units(self, step: int) -> Tensor | None:
+        """Make that snapshot; its digest, to be compared. None if there are no units."""
+        assert self.preconditioner is not None
+        return self.preconditioner.refresh(step, self._encoded_parameters())
 
     def weighs(self, load: Load, step: int) -> bool:
         """Whether the error of this step's gradient is estimated, where its units are others."""

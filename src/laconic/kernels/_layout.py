@@ -47,6 +47,7 @@ GROUP = 128
 MAX_LEVELS = 32767
 TINY = 2.0**-60  # blocks whose scale is smaller are lifted by LIFT first: 1/scale would overflow
 MOST_EXPONENT = 100  # of factors 2^e: they, and nearly all products with them, are normal numbers
+LOG2_ROUND = 0x004AFB0D  # 2^23 less the mantissa of √2: (bits + this) >> 23 rounds log2 to nearest
 LIFT = 2.0**64
 CHECK_GROUPS = 4  # groups that share one check byte in nested quantization
 SIDE_LIMIT = 1 << 22  # side information 64 fine steps away cannot be near x: it is cut there

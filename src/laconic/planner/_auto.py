@@ -212,7 +212,7 @@ class Auto:
         if buffer.is_sparse:
             return self._sparse(bucket, last)
         if do.look:
-            renew_units(plain, self._course.step)
+            renew_units(plain, buffer, self._course.step)
             return self._look(bucket)
         if do.spec == PLAIN:
             return self._plain(buffer, last)

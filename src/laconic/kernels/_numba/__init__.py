@@ -6,7 +6,7 @@ from laconic.kernels._numba.linear import accumulate, dequantize, quantize, scal
 from laconic.kernels._numba.message import message_check, payload_check, words_check
 from laconic.kernels._numba.natural import natural_dequantize, natural_quantize, natural_reduce
 from laconic.kernels._numba.nested import nested_dequantize, nested_quantize
-from laconic.kernels._numba.powers import times_powers
+from laconic.kernels._numba.powers import row_exponents, times_powers
 from laconic.kernels._numba.rotate import (
     dequantize_rotate,
     rotate_back,
@@ -40,6 +40,7 @@ __all__ = [
     "rotate_back",
     "rotate_into",
     "rotate_quantize",
+    "row_exponents",
     "scales",
     "times_powers",
     "words_check",

@@ -10,7 +10,7 @@ from laconic.kernels._reference.natural import (
     natural_reduce,
 )
 from laconic.kernels._reference.nested import nested_dequantize, nested_quantize
-from laconic.kernels._reference.powers import times_powers
+from laconic.kernels._reference.powers import row_exponents, times_powers
 from laconic.kernels._reference.rotate import (
     dequantize_rotate,
     rotate_back,
@@ -44,6 +44,7 @@ __all__ = [
     "rotate_back",
     "rotate_into",
     "rotate_quantize",
+    "row_exponents",
     "scales",
     "times_powers",
     "words_check",

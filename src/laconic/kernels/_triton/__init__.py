@@ -6,6 +6,7 @@ narrower planes hold the codes of two or four lanes of one warp, which add them 
 """
 
 from laconic.kernels._reference.message import message_check, payload_check, words_check
+from laconic.kernels._reference.powers import row_exponents
 from laconic.kernels._reference.select import largest_entries
 from laconic.kernels._triton.coding import decode_integers, encode_integers
 from laconic.kernels._triton.ecdq import ecdq_decode, ecdq_encode
@@ -45,6 +46,7 @@ __all__ = [
     "rotate_back",
     "rotate_into",
     "rotate_quantize",
+    "row_exponents",
     "scales",
     "times_powers",
     "words_check",

@@ -1,4 +1,4 @@
-"""Products with powers of two on the GPU. The definition is in `_reference/powers.py`."""
+"""Powers of two on the GPU. The definitions are in `_reference/powers.py`."""
 
 from __future__ import annotations
 
