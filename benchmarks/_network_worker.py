@@ -35,6 +35,7 @@ ADAMW, UNITS = "adamw ", "units "  # before a codec: the optimizer, and that the
 COUNTED = ("sent_bytes", "exchange_seconds", "wire_seconds")
 UNMEASURED = 3  # steps: DDP rebuilds its buckets after the first, and kernels are compiled
 UNTIL_KAPPA = 12  # steps: the hook has measured how much gradients have in common
+UNTIL_UNITS = 129  # steps: from the 128th on, an optimizer's units are renewed every 16 steps
 _START_STEPS = 200
 RACE_RATE, _RAMP = 0.1, 20  # the highest rate on the way to a goal, and steps up to it
 
@@ -162,7 +163,8 @@ class Worker:
         """What the parent is told."""
         if "prepare" in job:
             self.prepare(job["prepare"])
-            return {"seconds": self.train(UNTIL_KAPPA if self.handle else UNMEASURED)}
+            settled = UNTIL_UNITS if ADAMW in job["prepare"] else UNTIL_KAPPA
+            return {"seconds": self.train(settled if self.handle else UNMEASURED)}
         if "reach" in job:
             self.network = network()
             self.prepare(job["strategy"], RACE_RATE)

@@ -37,6 +37,7 @@ import torch.multiprocessing as mp
 from benchmarks._geometry_run import Case, Strategy, train
 from benchmarks._geometry_tables import tables
 from benchmarks._rows import RESULTS, machine, save
+from laconic._host import processor
 
 FILES = {"cpu": "geometry", "cuda": "geometry_gpu"}  # in benchmarks/results
 STRATEGIES = {
@@ -46,12 +47,15 @@ STRATEGIES = {
     "dqsg4": Strategy(spec="dqsg:bits=4"),
     "block 0.08": Strategy(spec="ecdq:error=0.08,block=4096{coder}"),
     "block 0.15": Strategy(spec="ecdq:error=0.15,block=4096{coder}"),
+    "block 0.3": Strategy(spec="ecdq:error=0.3,block=4096{coder}"),
     "block512 0.15": Strategy(spec="ecdq:error=0.15,block=512{coder}"),
     "adam 0.04": Strategy(spec="ecdq:error=0.04{coder}", units=True),
     "adam 0.08": Strategy(spec="ecdq:error=0.08{coder}", units=True),
     "adam 0.15": Strategy(spec="ecdq:error=0.15{coder}", units=True),
     "adam 0.3": Strategy(spec="ecdq:error=0.3{coder}", units=True),
     "adam 0.5": Strategy(spec="ecdq:error=0.5{coder}", units=True),
+    "adam block 0.15": Strategy(spec="ecdq:error=0.15,block=4096{coder}", units=True),
+    "adam block 0.3": Strategy(spec="ecdq:error=0.3,block=4096{coder}", units=True),
     "adam dqsg3": Strategy(spec="dqsg:bits=3", units=True),
     "adam feedback 0.5": Strategy(spec="feedback(ecdq:error=0.5{coder})", units=True),
     "adam feedback 1.0": Strategy(spec="feedback(ecdq:error=1.0{coder})", units=True),
@@ -128,7 +132,7 @@ def run(case: Case, device: str, deadline: float) -> dict[str, Any] | str | None
     except Exception:  # the other runs are worth having
         return f"{case}\n{traceback.format_exc()}"
     _PACE[coded] = row["step_seconds"]
-    return row
+    return {**row, "processor": processor()}
 
 
 def done(rows: Iterable[dict[str, Any]], device: str) -> set[Case]:
@@ -138,15 +142,15 @@ def done(rows: Iterable[dict[str, Any]], device: str) -> set[Case]:
 
 
 def kept(name: str) -> list[dict[str, Any]]:
-    """Rows of runs before, which must be of this machine: one description is kept for all."""
+    """Rows of runs before, with the same versions: one description is kept for all."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return []
     found, here = json.loads(path.read_text()), machine()
-    same = ("gpu" if "gpu" in here else "cpu", "python", "torch")
+    same = ("gpu", "python", "torch")
     other, own = ({key: info.get(key) for key in same} for info in (found["machine"], here))
     if other != own:
-        raise SystemExit(f"{path} has rows of another machine ({other}, not {own}): move it away")
+        raise SystemExit(f"{path} has rows of other versions ({other}, not {own}): move it away")
     return found["rows"]
 
 

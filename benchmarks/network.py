@@ -55,7 +55,7 @@ IN_UNITS = (  # in turns: what is compared differs by less than the machine's ho
     ADAMW + FP32,
 )
 _MOST, _FEWEST, _SECONDS = 40, 12, 3.0  # steps of a strategy: as many as last so long
-_PATIENCE_S = 120.0
+_PATIENCE_S = 400.0
 
 
 def ask(run: lab.Run, job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,6 +70,8 @@ def measure(run: lab.Run, net: lab.Network | None, strategy: str, steps: int) ->
     steps = steps or max(_FEWEST, min(_MOST, round(_SECONDS / seconds[-1])))
     if strategy.startswith(SSD):
         steps = -(-steps // 8) * 8  # whole periods
+    if ADAMW in strategy:
+        steps = -(-steps // 16) * 16  # whole periods of a snapshot
     before = net.counters() if net else ()
     answers = ask(run, {"steps": steps})
     grown = [a - b for a, b in zip(net.counters() if net else (), before, strict=True)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -101,3 +103,16 @@ def equal_everywhere(model: nn.Module) -> bool:
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     return all(torch.equal(mine, other) for other in every)
+
+
+@contextmanager
+def warnings_told() -> Iterator[list[str]]:
+    """What laconic's logger says meanwhile."""
+    logger, told = logging.getLogger("laconic"), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)

@@ -50,7 +50,7 @@ def run(jobs: Sequence[Job], size: int, folder: Path) -> Answers:
     answers = {}
     try:
         for _ in range(size * len(jobs)):
-            rank, name, value, problem = pickle.loads(results.get(timeout=200))
+            rank, name, value, problem = pickle.loads(results.get(timeout=280))
             assert problem is None, f"rank {rank}, {name}: {problem}"
             answers[rank, name] = value
         for process in started:

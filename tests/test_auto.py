@@ -701,7 +701,6 @@ def answers(found: Any, job: Callable[[int], Any]) -> list[Any]:
     return [found[0][rank, job.__name__] for rank in range(found[1])]
 
 
-@pytest.mark.timeout(300)
 def test_ranks_choose_alike_and_hold_the_same_bits(found: Any) -> None:
     wanted = {"fastest": ECDQ, "tie": "fp16", "plain": PLAIN, "hidden": PLAIN}
     for answer in answers(found, picks):
@@ -824,7 +823,6 @@ def on_cuda(rank: int) -> dict[str, Any]:
 
 
 @needs_cuda
-@pytest.mark.timeout(300)
 def test_ranks_on_a_gpu_choose_alike(tmp_path: Path) -> None:
     found = ranks.run([on_cuda], 3, tmp_path)
     for rank in range(3):
@@ -836,7 +834,6 @@ def test_ranks_on_a_gpu_choose_alike(tmp_path: Path) -> None:
 
 
 @needs_cuda
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("nccl")
 def test_plain_steps_on_nccl_never_wait_for_the_device() -> None:
     model = DistributedDataParallel(network().cuda(), bucket_cap_mb=0.05)

@@ -154,7 +154,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(300)  # the first one may compile kernels
 @pytest.mark.parametrize(("spec", "size", "kinds"), CASES, ids=lambda case: str(case)[:40])
 def test_the_budget_holds_at_every_step(spec: str, size: int, kinds: Sequence[str]) -> None:
     """With evidence of the steps before, and without: gradients change, cancel, are sparse."""

@@ -384,7 +384,6 @@ def bytes_sent(rank: int) -> dict[str, tuple[int, float]]:
     return {text: sent_and_predicted(text) for text in PAIRS}
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_predicted_bytes_are_those_that_exchanges_send(size: int, tmp_path: Path) -> None:
     """Within 1% (chunks and messages are padded), on average over ranks."""

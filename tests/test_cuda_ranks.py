@@ -115,7 +115,6 @@ def schedules_on_cuda(rank: int) -> dict[str, bool]:
 
 
 @needs_cuda
-@pytest.mark.timeout(300)
 def test_gloo_with_four_ranks_on_one_gpu(tmp_path: Path) -> None:
     answers = ranks.run([exchanges_on_cuda, like_the_cpu, schedules_on_cuda], 4, tmp_path)
     wrong = [
@@ -137,7 +136,6 @@ def nccl(tmp_path: Path) -> Any:
 
 
 @needs_cuda
-@pytest.mark.timeout(300)
 def test_nccl_and_no_waiting_for_fixed_widths(nccl: None) -> None:
     for text in FIXED:
         model = DistributedDataParallel(network().cuda(), bucket_cap_mb=0.05)

@@ -187,7 +187,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
     return ranks.run(JOBS, 3, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("spec", SPECS)
 def test_replicas_stay_equal_and_learn(found: ranks.Answers, spec: str) -> None:
     for rank in range(3):

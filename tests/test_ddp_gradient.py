@@ -280,7 +280,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
     return ranks.run(JOBS, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("spec", SPECS)
 def test_what_cannot_be_encoded_travels_as_ddp_would_send_it(
     found: ranks.Answers, spec: str

@@ -237,7 +237,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
     return ranks.run(JOBS, 3, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "job",
     [

@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
 
-pytestmark = pytest.mark.timeout(200)  # the first test of a kind starts the ranks for all
-
 MEMORY = "feedback(qsgd:bits=2)"  # of which every rank has its own
 
 

@@ -19,8 +19,6 @@ from torch import nn
 
 import laconic as lc
 
-pytestmark = pytest.mark.timeout(200)  # the first test starts the ranks for all
-
 MEMORY = "feedback(qsgd:bits=2)"  # of which every rank has its own
 
 

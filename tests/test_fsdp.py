@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from helpers import warnings_told
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -474,6 +475,32 @@ def disagreement_is_named(rank: int) -> dict[str, bool]:
     return {"raised": False}
 
 
+def adam_is_told_what_is_better(rank: int) -> dict[str, bool]:
+    """One step per tensor under an optimizer that amplifies noise: a warning, once, on rank 0."""
+    told: dict[str, list[str]] = {}
+    cases: dict[str, tuple[str, Any]] = {
+        "adam": ("ecdq:error=0.08", torch.optim.AdamW),
+        "sgd": ("ecdq:error=0.08", torch.optim.SGD),
+        "steps": ("ecdq:error=0.08,block=4096", torch.optim.AdamW),
+    }
+    for name, (spec, kind) in cases.items():
+        model = shard(network())
+        handle = lc.compress(model, spec)
+        optimizer = kind(model.parameters(), lr=1e-3)
+        with warnings_told() as told[name]:
+            for step in range(3):
+                backward(model, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        handle.close()
+    said = told["adam"]
+    return {
+        "once, on rank 0": len(said) == (rank == 0),
+        "named": all("AdamW" in line and "block=4096" in line for line in said),
+        "nothing else": not told["sgd"] and not told["steps"],
+    }
+
+
 def refusals(rank: int) -> dict[str, bool]:
     """What makes no sense is said on all ranks, before anything is changed."""
     cases: dict[str, Callable[[], Any]] = {
@@ -672,7 +699,7 @@ COMMON = [
 ]
 JOBS: dict[int, list[Any]] = {
     2: [digits, none_is_plain_fsdp],
-    3: [*COMMON, disagreement_is_named, refusals],
+    3: [*COMMON, disagreement_is_named, adam_is_told_what_is_better, refusals],
     4: [
         hybrid,
         hybrid_details,
@@ -703,7 +730,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("size", "job"), CASES)
 def test_on_ranks(found: Callable[[int], Found], size: int, job: str) -> None:
     for rank in range(size):
@@ -711,7 +737,6 @@ def test_on_ranks(found: Callable[[int], Found], size: int, job: str) -> None:
         assert not wrong, f"rank {rank}"
 
 
-@pytest.mark.timeout(300)
 def test_digits_with_encoded_weights(found: Callable[[int], Found]) -> None:
     """Prints the table of docs/fsdp2.md; -s shows it."""
     answer = found(2)[0, "digits"]

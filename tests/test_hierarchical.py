@@ -391,7 +391,6 @@ def ranks(request: pytest.FixtureRequest, folder: str) -> Callable[[Case], list[
 
 
 Ranks = Callable[[Case], list[Any]]
-pytestmark = pytest.mark.timeout(240)  # the first test of a size waits for all cases of it
 
 
 @pytest.mark.parametrize("text", list(CODECS))

@@ -53,7 +53,6 @@ def test_fifty_starts_and_stops_leave_nothing() -> None:
     assert (namespaces(), links(), children()) == before
 
 
-@pytest.mark.timeout(120)
 def test_two_labs_at_once() -> None:
     """The same addresses and ports in both, and neither sees the other."""
     with lab.Lab(hosts=2, rate_mbit=50) as one, lab.Lab(hosts=3, rate_mbit=200) as other:

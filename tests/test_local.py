@@ -22,8 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 import laconic as lc
 from laconic.exchanges import Call
 
-pytestmark = pytest.mark.timeout(200)  # the first test starts the ranks for all
-
 SIZE = 3
 
 

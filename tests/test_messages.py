@@ -546,7 +546,6 @@ def lost_in_ring(rank: int) -> tuple[str, str]:
     return attempt(rank, "global:bits=4@ring", leaves=rank == 2)
 
 
-@pytest.mark.timeout(300)  # starts processes
 def test_gloo_s_own_ranks(tmp_path: Path) -> None:
     """Nobody hangs, and those who saw it say who was at another step, or is gone."""
     jobs = (behind, behind_with_lengths, lost_in_swap, lost_in_ring)

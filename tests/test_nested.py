@@ -23,8 +23,6 @@ from laconic.exchanges._nesting import in_first_group
 from laconic.exchanges._transport import message_bytes, padded
 from laconic.exchanges._wires import chunk_edges
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all processes
-
 WORLD, D, REST = 5, 20_001, 11
 GROUPS = ((2,), (0, 1, 2), (0, 1, 2, 3, 4))
 SIDES = ("group", "own", "previous")

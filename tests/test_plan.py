@@ -264,7 +264,6 @@ def test_a_gain_that_is_hardly_there_is_not_called_one() -> None:
 # Sizes
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("name", "workers"), [("home", 2), ("home", 4096), ("dgx-h100", 4096)])
 def test_two_to_4096_workers(name: str, workers: int) -> None:
     start = time.process_time()

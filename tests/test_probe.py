@@ -54,9 +54,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
     return ranks.run([with_a_model, on_two_nodes], 4, tmp_path_factory.mktemp("probe"))
 
 
-pytestmark = pytest.mark.timeout(180)
-
-
 @pytest.mark.parametrize("job", ["with_a_model", "on_two_nodes"])
 def test_all_ranks_know_the_same(answers: ranks.Answers, job: str) -> None:
     found = [answers[rank, job] for rank in range(4)]

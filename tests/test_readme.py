@@ -11,7 +11,6 @@ import pytest
 from laconic import lab
 
 README = Path(__file__).parent.parent / "README.md"
-pytestmark = pytest.mark.timeout(120)
 
 
 def sides(diff: str) -> dict[str, str]:

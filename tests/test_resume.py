@@ -192,7 +192,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
     return ranks.run(JOBS, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("job", [job.__name__ for job in JOBS if job is not other_ranks])
 def test_resumed_runs_end_at_the_same_bits(found: ranks.Answers, job: str) -> None:
     for rank in range(RANKS):

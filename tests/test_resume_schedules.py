@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
 
-pytestmark = pytest.mark.timeout(200)  # the first test starts the ranks for all
-
 SIZE, STEPS = 3, 12
 dcp: Any = checkpoint
 NESTED: dict[str, Any] = {

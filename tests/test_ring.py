@@ -27,7 +27,6 @@ from laconic.kernels._layout import GROUP, packed_bytes
 from laconic.kernels._reference import sums as reference
 
 Found = dict[int, Any]
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all processes
 
 WORLD = 5
 GROUPS = ((3,), (1, 4), (1, 2, 4), (0, 1, 2, 3, 4))

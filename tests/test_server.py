@@ -20,8 +20,6 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import laconic as lc
 
-pytestmark = pytest.mark.timeout(200)  # the first test starts the ranks for all
-
 CODECS = (("none", None), ("qsgd:bits=4", "dqsg:bits=4"), ("ecdq:error=0.08", "ecdq:error=0.08"))
 
 

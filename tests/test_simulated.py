@@ -14,8 +14,6 @@ import laconic as lc
 from benchmarks._local_rules import RULES
 from benchmarks._simulated import Packed, Setting, Slot, begun
 
-pytestmark = pytest.mark.timeout(200)  # the first test starts the ranks for all
-
 STEPS, WARMUP = 13, 3
 SETTINGS = {
     "sync": Setting(name="", kind="sync", rate=0.1),

@@ -21,7 +21,6 @@ from laconic.exchanges._frame import FRAME_BYTES
 from laconic.exchanges._transport import message_bytes
 
 Found = dict[int, Any]
-pytestmark = pytest.mark.timeout(300)  # the first test waits for all processes
 
 WORLD = 3
 GROUPS = ((2,), (0, 2), (0, 1, 2))

@@ -23,8 +23,6 @@ import laconic as lc
 from laconic.schedules import LocalRule, Moment
 from laconic.server._shard import ELEMENTWISE
 
-pytestmark = pytest.mark.timeout(200)  # the first test starts the ranks for all
-
 # A model of one number. Rank i's loss is ½(w - a_i)², a = (0, 4), so g_i = W_i - a_i; two ranks
 # (of three, in a group of their own), both start at 0. Every row: W of rank 0, W of rank 1, M,
 # after steps 0, 1, 2, .. All numbers are sums of few powers of two, so fp32 is exact.

@@ -32,8 +32,6 @@ from laconic.schedules._finite_sum import FiniteSum
 from laconic.schedules._svrg import paper_codec
 from laconic.schedules._world import World
 
-pytestmark = pytest.mark.timeout(200)  # the first test starts the ranks for all
-
 SIZE = 3
 SHARES = (900, 600, 297)  # unequal on purpose
 LAMBDA, LR, STEPS, EPOCHS, BATCH = 0.05, 0.3, 40, 16, 4  # f_j is 5-smooth: more than 1/L

@@ -12,7 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from helpers import equal_everywhere
+from helpers import equal_everywhere, warnings_told
 from test_ddp import batch, flat, network
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -181,10 +181,6 @@ def forgets_on_one_rank(rank: int) -> str:
 
 
 def warns(rank: int) -> dict[str, list[str]]:
-    logger, told = logging.getLogger("laconic"), list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger.addHandler(handler)
     found = {}
     sgd = torch.optim.SGD
     cases: dict[str, tuple[str, Any, bool]] = {
@@ -195,10 +191,17 @@ def warns(rank: int) -> dict[str, list[str]]:
         "steps": ("ecdq:error=0.08,block=4096", adamw, False),
     }
     for name, (spec, make, units) in cases.items():
-        told.clear()
-        Run(spec, make, units=units).train(0, 3)
-        found[name] = list(told)
-    logger.removeHandler(handler)
+        with warnings_told() as found[name]:
+            Run(spec, make, units=units).train(0, 3)
+    pushes = {
+        "ssd": ("ecdq:error=0.08", adamw),
+        "ssd, steps": ("ecdq:error=0.08,block=4096", adamw),
+        "ssd, sgd": ("ecdq:error=0.08", lambda m: sgd(m.parameters(), 0.1)),
+    }
+    for name, (spec, make) in pushes.items():
+        model = network()
+        with warnings_told() as found[name]:
+            lc.SSD(make(model), model, codec=spec).close()
     return found
 
 
@@ -300,7 +303,10 @@ def test_one_warning_where_an_optimizer_is_missing(found: ranks.Answers) -> None
     told = found[0, "warns"]
     assert len(told["adam"]) == 1
     assert "AdamW" in told["adam"][0] and "optimizer=optimizer" in told["adam"][0]
-    assert not any(told[name] for name in ("told", "sgd", "blocks", "steps")), told
+    assert len(told["ssd"]) == 1
+    assert "AdamW" in told["ssd"][0] and "block=4096" in told["ssd"][0]
+    quiet = ("told", "sgd", "blocks", "steps", "ssd, steps", "ssd, sgd")
+    assert not any(told[name] for name in quiet), told
     assert not any(found[1, "warns"].values())
 
 

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from laconic._wire import DTYPES
+from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges._replicas import digest
 from laconic.kernels import backend
@@ -51,6 +52,9 @@ _GROWTH = 8  # a snapshot holds for an eighth of the steps that were made before
 _COLD = 4  # steps that may pass before an optimizer has made its first one
 _SETTINGS = {"betas", "alpha", "rho", "lr_decay", "beta2_decay", "clip_threshold"}
 _WORST = 10.0  # the plain relative squared error that is allowed
+BLOCKS = (  # what helps where ranks do not know second moments
+    "take a codec with a step for every few thousand values, such as ecdq:error=0.08,block=4096"
+)
 _USUAL = 0.1  # the relative squared error of codecs that name none
 _MOST_ERROR = 5.0  # above it all w are alike
 _BIAS = 1023  # of exponents in fp64
@@ -126,7 +130,7 @@ class Preconditioner:
                 self._units[number] = units = _units(found, _floor(self._error), order)
                 self._tell(number, units.exponents, before.get(number))
         if not self._units:
-            idle = any(not one.state and _divides(one) for one in self._optimizers)
+            idle = any(not one.state and divides(one) for one in self._optimizers)
             self._waited += idle
             self._cold, self._next = idle and self._waited <= _COLD, step + 1
             return None
@@ -276,12 +280,20 @@ _READERS: dict[str, Callable[..., SecondMoment]] = {
 }
 
 
+def amplified(optimizer: Any, codec: Codec, advice: str) -> str:
+    """What is said where even noise meets an optimizer that divides by a second moment."""
+    return (
+        f"{type(optimizer).__name__} divides gradients by a second moment, which amplifies the "
+        f"error of {codec.name} where gradients are small: {advice}"
+    )
+
+
 def is_adaptive(optimizer: Any) -> bool:
     """Whether an optimizer that has made a step divides gradients by a second moment."""
     return any(not _READERS.keys().isdisjoint(state) for state in optimizer.state.values())
 
 
-def _divides(optimizer: Any) -> bool:
+def divides(optimizer: Any) -> bool:
     """Whether an optimizer that has made no step has settings of one with a second moment."""
     return any(not _SETTINGS.isdisjoint(group) for group in optimizer.param_groups)
 

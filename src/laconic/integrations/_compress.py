@@ -17,19 +17,15 @@ from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._policy import Chooser
-from laconic.exchanges._preconditioner import is_adaptive
+from laconic.exchanges._preconditioner import amplified, is_adaptive
 from laconic.integrations._common import Handle, own_rank
 from laconic.integrations._ddp import comm_hook
 from laconic.integrations._fsdp import FSDPHandle, is_fsdp
 from laconic.integrations._state import HookState
 
 _WRAPPERS = ("_orig_mod", "_forward_module")  # of torch.compile, and of Lightning's Fabric
-_UNITS = (
-    "%s divides gradients by a second moment, which amplifies the error of %s where gradients are "
-    "small: compress(model, %r, optimizer=optimizer) encodes them in its own units"
-)
 _log = logging.getLogger("laconic")
-_watched: weakref.WeakSet[HookState] = weakref.WeakSet()
+_watched: weakref.WeakSet[HookState | FSDPHandle] = weakref.WeakSet()
 _watching = False
 
 
@@ -91,12 +87,15 @@ def compress(
             raise ConfigError(
                 "FSDP2 talks on its own process groups: give init_process_group a timeout"
             )
-        return FSDPHandle(model, spec, weights=weights, between=between, **common)
+        handle = FSDPHandle(model, spec, weights=weights, between=between, **common)
+        if handle.codec.even_noise:
+            _watch_optimizers(handle)
+        return handle
     raise ConfigError(not_parallel(model))
 
 
-def _watch_optimizers(state: HookState) -> None:
-    """Say once that optimizer= is missing, when one that needs it has stepped the parameters."""
+def _watch_optimizers(state: HookState | FSDPHandle) -> None:
+    """Say once what is better, when an optimizer that amplifies noise has made a step."""
     global _watching
     _watched.add(state)
     if not _watching:  # torch cannot take a hook away while it calls it
@@ -108,7 +107,7 @@ def _look(optimizer: Any, *_: Any) -> None:
     for state in [one for one in _watched if one.trains(optimizer)]:
         _watched.discard(state)
         if is_adaptive(optimizer) and own_rank() == 0:
-            _log.warning(_UNITS, type(optimizer).__name__, state.codec.name, str(state.codec))
+            _log.warning(amplified(optimizer, state.codec, state.against_amplifying))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from laconic.exchanges._agree import agree
 from laconic.exchanges._base import checked_verify
 from laconic.exchanges._ledger import error_stats, load_budget, saved_budget
 from laconic.exchanges._policy import Chooser, Policy
+from laconic.exchanges._preconditioner import BLOCKS
 from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import Stats, check_own, check_ranks, own_rank
 from laconic.integrations._fsdp_comms import AllGather, ReduceScatter, Replicas
@@ -65,6 +67,7 @@ class FSDPHandle:
             seed,
             Run(seed=seed, warmup_steps=warmup_steps, verify=checked_verify(verify)),
         )
+        self._model = weakref.ref(model)
         self._lines: list[str] = []
         self._units = list(self._found(model, policy or Policy()))
         self._run.seed = seed_of(seed, "\n".join(self._lines))
@@ -79,6 +82,17 @@ class FSDPHandle:
         self._agree()
         for unit in self._units:
             self._install(unit)
+
+    @property
+    def against_amplifying(self) -> str:
+        """What to do about an optimizer that divides by a second moment."""
+        return BLOCKS
+
+    def trains(self, optimizer: Any) -> bool:
+        """Whether an optimizer steps any parameter of the model."""
+        model = self._model()
+        own = set() if model is None else {id(one) for one in model.parameters()}
+        return any(id(one) in own for group in optimizer.param_groups for one in group["params"])
 
     def stats(self) -> Stats:
         """Bytes and times so far, of what is encoded: gradients, and weights if asked."""

@@ -254,6 +254,11 @@ class HookState:
         for _, codec in self._remembering():
             codec.change_units(number, growth)
 
+    @property
+    def against_amplifying(self) -> str:
+        """What to do about an optimizer that divides by a second moment."""
+        return f"compress(model, {str(self.codec)!r}, optimizer=optimizer) encodes in its own units"
+
     def trains(self, optimizer: Any) -> bool:
         """Whether an optimizer steps any parameter that is encoded."""
         own = {id(one) for one in self._encoded_parameters().values()}

@@ -19,7 +19,12 @@ from laconic.schedules._clean import clean
 from laconic.schedules._flat_optimizer import FlatOptimizer
 from laconic.schedules._masters import PLAIN
 from laconic.schedules._module import whole
-from laconic.schedules._ssd_checks import check_given, chosen_codec, chosen_pull_codec
+from laconic.schedules._ssd_checks import (
+    check_given,
+    chosen_codec,
+    chosen_pull_codec,
+    warn_of_amplifying,
+)
 from laconic.server._arrivals import Delays
 from laconic.server._link import Flag, Frame, Kind
 from laconic.server._remote import Push, Remote, Vectors, flags_of
@@ -88,6 +93,7 @@ class AsyncSGD(FlatOptimizer):
         whole("max_delay", max_delay, 0)
         self.servers, self.max_delay, self.seed = servers, max_delay, seed
         self.codec = chosen_codec(codec, "codec")
+        warn_of_amplifying(optimizer, self.codec)
         self.pull_codec = PLAIN if pull_codec is None else chosen_pull_codec(pull_codec)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer, roles = optimizer, Roles(group, servers, timeout_s)

@@ -28,6 +28,7 @@ from laconic.schedules._ssd_checks import (
     chosen_codec,
     chosen_pull_codec,
     chosen_rule,
+    warn_of_amplifying,
 )
 from laconic.server._roles import Roles
 from laconic.server._shard import settings_of
@@ -126,6 +127,7 @@ class SSD(FlatOptimizer):
         self.period, self.warmup_steps, self.seed = period, warmup_steps, seed
         self.local = chosen_rule(local, optimizer)
         self.codec = chosen_codec(codec, "codec", rounds=servers > 0)
+        warn_of_amplifying(optimizer, self.codec)
         self.pull_codec = PLAIN if pull_codec is None else chosen_pull_codec(pull_codec)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         roles = Roles(group, servers, timeout_s) if servers else None

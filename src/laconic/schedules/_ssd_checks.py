@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from laconic.codecs import NDQSG, Codec, codec
 from laconic.errors import ConfigError
 from laconic.exchanges import ScatterReduce
 from laconic.exchanges._nesting import check_nesting
+from laconic.exchanges._preconditioner import BLOCKS, amplified, divides
 from laconic.schedules._module import check_module, whole
 from laconic.schedules._rules import AdamRule, LocalRule, MomentumRule
 from laconic.server._shard import check_optimizer
@@ -51,6 +53,7 @@ def chosen_pull_codec(spec: str | Codec) -> Codec:
     return own
 
 
+_log = logging.getLogger("laconic")
 _RULES: dict[type[Optimizer], LocalRule] = {
     SGD: MomentumRule(),
     Adam: AdamRule(),
@@ -78,6 +81,15 @@ def chosen_rule(local: Any, optimizer: Optimizer) -> LocalRule | None:
     if any(group.get("maximize") for group in optimizer.param_groups):
         raise ConfigError("local rules go downhill: give -loss instead of maximize=True")
     return rule
+
+
+def warn_of_amplifying(optimizer: Optimizer, pushed: Codec) -> None:
+    """Say that Adam and a codec with one step per parameter do not go well together.
+
+    Only owners of weights know second moments, so gradients cannot be encoded in their units.
+    """
+    if pushed.even_noise and divides(optimizer) and dist.get_rank() == 0:
+        _log.warning(amplified(optimizer, pushed, BLOCKS))
 
 
 def check_given(optimizer: object, model: object, seed: int, timeout_s: float) -> None:
