@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import laconic as lc
-from laconic.planner import Line, Probe, Setup, load_setup, probe
+from laconic.planner import Line, Probe, Setup, Strategy, load_setup, plan, probe
 from laconic.planner._probe_links import _through_ends
 from laconic.planner._probe_model import checked_setup
 
@@ -43,6 +43,13 @@ def with_a_model(rank: int) -> dict:
     return asdict(probe(setup(rank), codecs=CODECS, patience_s=PATIENCE_S))
 
 
+def with_adamw(rank: int) -> dict:
+    made = setup(rank)
+    optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-4)
+    adamw = Setup(made.model, made.loss, optimizer)
+    return asdict(probe(adamw, codecs=("dqsg:bits=4",), patience_s=PATIENCE_S))
+
+
 def on_two_nodes(rank: int) -> dict:
     names = {"LOCAL_WORLD_SIZE": 2, "LOCAL_RANK": rank % 2, "GROUP_RANK": rank // 2}
     os.environ |= {name: str(value) for name, value in names.items()}
@@ -51,10 +58,10 @@ def on_two_nodes(rank: int) -> dict:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    return ranks.run([with_a_model, on_two_nodes], 4, tmp_path_factory.mktemp("probe"))
+    return ranks.run([with_a_model, with_adamw, on_two_nodes], 4, tmp_path_factory.mktemp("probe"))
 
 
-@pytest.mark.parametrize("job", ["with_a_model", "on_two_nodes"])
+@pytest.mark.parametrize("job", ["with_a_model", "with_adamw", "on_two_nodes"])
 def test_all_ranks_know_the_same(answers: ranks.Answers, job: str) -> None:
     found = [answers[rank, job] for rank in range(4)]
     assert all(one == found[0] for one in found)
@@ -81,6 +88,21 @@ def test_codecs_are_measured_on_these_gradients(answers: ranks.Answers) -> None:
     assert costs["ecdq"].error_back == pytest.approx(0.04, rel=0.2)  # half of its budget
     assert costs["ecdq"].bits_once <= costs["ecdq"].bits_back
     assert costs["global"].norm.seconds(1e6) > 0 == costs["dqsg"].norm.start_s
+
+
+def test_gradients_are_measured_in_the_optimizers_units(answers: ranks.Answers) -> None:
+    found, plain = (Probe.parse(answers[0, name]) for name in ("with_adamw", "with_a_model"))
+    assert found.workload is not None and plain.workload is not None
+    assert found.workload.adaptive and not plain.workload.adaptive
+    errors = [
+        next(cost.error for cost in one.cluster.codecs if cost.spec.startswith("dqsg"))
+        for one in (found, plain)
+    ]
+    assert errors[0] < errors[1]  # values of one spread: a block's largest is nearer to the others
+    every = plan(found.cluster, found.workload, strategies=[Strategy(codec="dqsg:bits=4")])
+    codes = [choice.code for choice in every.choices]
+    assert 'lc.compress(model, "dqsg:bits=4", optimizer=optimizer)' in codes
+    assert "DDP(model)" in codes
 
 
 def test_nodes_are_measured_apart(answers: ranks.Answers) -> None:

@@ -130,10 +130,11 @@ def show(found: Probe, console: Console) -> None:
     work = found.workload
     if work is not None:
         kappa = "" if work.kappa is None else f"; κ = {work.kappa:.3f}"
+        units = ", in the optimizer's units" if work.adaptive else ""
         console.print(
             f"model: {work.values:,} values in DDP's buckets ({len(work.buckets)}); forward "
             f"{seconds(work.forward_s)}, backward {seconds(work.backward_s)}, rest "
-            f"{seconds(work.rest_s)}{kappa}"
+            f"{seconds(work.rest_s)}{kappa}{units}"
         )
 
 

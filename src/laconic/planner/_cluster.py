@@ -159,7 +159,8 @@ class Workload:
     buckets: tuple[Bucket, ...]
     value_bytes: int = 4  # of a gradient's value: 4 in fp32, 2 in bf16 and fp16
     kappa: float | None = None  # ‖mean‖²/average ‖gradient‖²; None: 1/n, independent
-    skew_s: float = 0.0  # that the slowest rank is behind the mean when they meet, a step
+    skew_s: float = 0.0  # that the slowest rank is behind the mean when they meet, per step
+    adaptive: bool = False  # whether the optimizer divides gradients by a second moment
 
     @property
     def compute_s(self) -> float:

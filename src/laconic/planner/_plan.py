@@ -157,7 +157,7 @@ def plan(
         searched = within and not strategy.plain
         choice = Choice(
             name=named(strategy, str(strategy)),
-            code=named(strategy, strategy.code),
+            code=_code(strategy, workload),
             prediction=found,
             speedup=plain_s / found.step_s,
             changes_training=strategy.schedule != "every-step",
@@ -173,6 +173,13 @@ def plan(
         link_bit_s=link,
         compute_s=workload.compute_s,
     )
+
+
+def _code(strategy: Strategy, workload: Workload) -> str:
+    """The line to write; an optimizer that divides by a second moment is handed over in it."""
+    code = named(strategy, strategy.code)
+    over = workload.adaptive and strategy.schedule == "every-step" and not strategy.plain
+    return f"{code[:-1]}, optimizer=optimizer)" if over else code
 
 
 def named(strategy: Strategy, text: str) -> str:

@@ -23,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.errors import ConfigError
 from laconic.exchanges._policy import Chooser, Policy
+from laconic.exchanges._preconditioner import Preconditioner, is_adaptive
+from laconic.kernels import backend
 from laconic.planner._clock import Clock, usual
 from laconic.planner._cluster import Bucket, Workload
 from laconic.planner._probe_codecs import Sample
@@ -95,7 +97,9 @@ def probe_model(
     chosen = policy or Policy()
     names = {id(p): name for name, p in model.named_parameters()}
     worth = [[bool(chosen(names[id(p)], p)) for p in bucket] for bucket in seen.buckets]
-    sample = _sample(seen, worth, clock.group)
+    adaptive = is_adaptive(optimizer)
+    units = Preconditioner(optimizer) if adaptive else None
+    sample = _sample(seen, worth, clock.group, units)
     count = round(patience_s / max(1e-6, clock.mean(sum(steps[-1].spans))))
     count = max(_FEWEST, min(_MOST, count))
     steps = [_step(replicas, setup.loss, optimizer, seen, clock) for _ in range(count)]
@@ -118,6 +122,7 @@ def probe_model(
             value_bytes=seen.buckets[0][0].element_size(),
             kappa=sample.kappa,
             skew_s=skew,
+            adaptive=adaptive,
         ),
         sample,
     )
@@ -187,18 +192,23 @@ _silent.__annotations__ |= {
 }
 
 
-def _sample(seen: _Seen, worth: list[list[bool]], group: dist.ProcessGroup) -> Sample:
-    """The values worth encoding, of all buckets; κ over all of them."""
-    parts, segments = [], []
+def _sample(
+    seen: _Seen,
+    worth: list[list[bool]],
+    group: dist.ProcessGroup,
+    units: Preconditioner | None = None,
+) -> Sample:
+    """The values worth encoding, of all buckets, in an optimizer's units; κ over all of them."""
+    kept = []
     for flat, bucket, encoded in zip(seen.gradients, seen.buckets, worth, strict=True):
-        sizes = [p.numel() for p in bucket]
-        for part, size, yes in zip(flat.split(sizes), sizes, encoded, strict=True):
-            if yes:
-                parts.append(part)
-                segments.append(size)
-    if not parts:
+        parts = flat.split([p.numel() for p in bucket])
+        kept += [(x, p) for x, p, yes in zip(parts, bucket, encoded, strict=True) if yes]
+    if not kept:
         raise ConfigError("this model has no tensor that is worth encoding: plain DDP is best")
-    own = torch.cat(parts)
+    gradients = [x for x, _ in kept]
+    if units is not None:
+        gradients = _in_units(gradients, [p for _, p in kept], units, group)
+    own = torch.cat(gradients)
     mean = own.float().clone()  # float() of fp32 is the same tensor
     dist.all_reduce(mean, group=group)
     mean /= group.size()
@@ -210,4 +220,27 @@ def _sample(seen: _Seen, worth: list[list[bool]], group: dist.ProcessGroup) -> S
             "the gradients of this model are not finite after a few steps on each rank alone: "
             "probe with a lower learning rate"
         )
-    return Sample(own, mean.to(own.dtype), tuple(segments), common / alone if alone else 1.0)
+    sizes = tuple(x.numel() for x in gradients)
+    return Sample(own, mean.to(own.dtype), sizes, common / alone if alone else 1.0)
+
+
+def _in_units(
+    gradients: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    units: Preconditioner,
+    group: dist.ProcessGroup,
+) -> list[Tensor]:
+    """Gradients in the units that `lc.compress(optimizer=)` would encode them in.
+
+    Ranks have trained alone here, so their second moments differ: the largest of each is taken.
+    """
+    units.refresh(0, dict(enumerate(parameters)))
+    found = []
+    for number, gradient in enumerate(gradients):
+        half = gradient.dtype == torch.float16  # whose range units may leave
+        x, own = gradient.float() if half else gradient, units.units(number)
+        if own is not None:
+            dist.all_reduce(own.exponents, dist.ReduceOp.MAX, group=group)
+            backend(x.device).times_powers(x, own.exponents, x, inverse=True)
+        found.append(x)
+    return found
