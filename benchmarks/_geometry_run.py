@@ -28,6 +28,7 @@ from laconic.exchanges import Call, ScatterReduce, Traffic
 from laconic.exchanges._preconditioner import Preconditioner, SecondMoment, second_moment
 from laconic.exchanges._transport import plain_mean
 
+OPTIMIZERS = ("adamw", "sgd", "rmsprop", "adafactor", "muon")
 CONTEXT, HEADS, CLIP, DECAY = 64, 4, 1.0, 0.1
 LENGTH = 3_000_000  # bytes of text
 _ENCODED = 2000  # values of a matrix that is worth encoding
@@ -231,8 +232,10 @@ class Encoded:
 class Errors:
     """Relative squared errors of the mean gradient: plain, and as the optimizer weighs them."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-        self._optimizer, self._parameters = optimizer, parameters
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[Tensor]
+    ) -> None:
+        self._optimizers, self._parameters = optimizers, parameters
         self._found: dict[int, Tensor] = {}
 
     @staticmethod
@@ -249,10 +252,15 @@ class Errors:
 
     def _units(self) -> Tensor:
         """What the optimizer divides by; ones where that is nothing."""
-        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        known = {
+            id(p): (group, optimizer.state[p])
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         parts = []
         for p in self._parameters:
-            moment = second_moment(groups[id(p)], self._optimizer.state[p])
+            moment = second_moment(*known[id(p)])
             parts.append(torch.ones_like(p) if moment is None else root_of(moment))
         return torch.cat([part.detach().flatten() for part in parts])
 
@@ -278,12 +286,12 @@ class Training:
         self.case, self.device, self.spec = case, device, strategy.spec_on(device)
         self.data = Data.on(device, length)
         self.workers = workers = Workers(case, self.data)
-        self.optimizer = optimizer_of(case, workers.parameters)
-        units = Preconditioner(self.optimizer) if strategy.units else None
+        self.optimizers = optimizers_of(case, workers.parameters)
+        units = Preconditioner(self.optimizers) if strategy.units else None
         self.encoded: Encoded | None = None
         if self.spec is not None:
             self.encoded = Encoded(case, self.spec, workers.encoded, units)
-        self.errors = Errors(self.optimizer, workers.encoded)
+        self.errors = Errors(self.optimizers, workers.encoded)
         self.mean, self.clipped = workers.vector(), torch.zeros((), device=device)
         for p, view in zip(workers.parameters, workers.views(self.mean), strict=True):
             p.grad = view
@@ -293,9 +301,10 @@ class Training:
             self.settled = time.perf_counter()
         self._average(t)
         self.clipped += nn.utils.clip_grad_norm_(self.workers.parameters, CLIP) > CLIP
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate_at(t, self.case)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate_at(t, self.case)
+            optimizer.step()
 
     def _average(self, t: int) -> None:
         """The mean gradient of all workers, exact where values are not encoded."""
@@ -354,24 +363,25 @@ def rate_at(t: int, case: Case) -> float:
     return case.rate * min(1, (t + 1) / warmup) * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def optimizer_of(case: Case, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Decay where it is decoupled, on matrices only."""
-    matrices = [p for p in parameters if p.dim() > 1]
-    vectors = [p for p in parameters if p.dim() < 2]
-    decayed = [
-        {"params": matrices, "weight_decay": DECAY},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+def optimizers_of(
+    case: Case, parameters: Sequence[nn.Parameter]
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Decay where it is decoupled, on matrices only. Muon has AdamW for what is no matrix."""
+    matrices = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY}
+    vectors = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
     match case.optimizer:
         case "adamw":
-            return torch.optim.AdamW(decayed, case.rate, betas=(0.9, 0.99))
+            return (torch.optim.AdamW([matrices, vectors], case.rate, betas=(0.9, 0.99)),)
         case "sgd":
-            return torch.optim.SGD(parameters, case.rate, momentum=0.9)
+            return (torch.optim.SGD(parameters, case.rate, momentum=0.9),)
         case "rmsprop":
-            return torch.optim.RMSprop(parameters, case.rate)
+            return (torch.optim.RMSprop(parameters, case.rate),)
         case "adafactor":
-            return torch.optim.Adafactor(decayed, case.rate)
-    raise ValueError(f"optimizers are adamw, sgd, rmsprop and adafactor, not {case.optimizer!r}")
+            return (torch.optim.Adafactor([matrices, vectors], case.rate),)
+        case "muon":
+            muon = torch.optim.Muon([matrices], case.rate, adjust_lr_fn="match_rms_adamw")
+            return (muon, torch.optim.AdamW([vectors], case.rate, betas=(0.9, 0.99)))
+    raise ValueError(f"optimizers are {', '.join(OPTIMIZERS)}, not {case.optimizer!r}")
 
 
 def root_of(moment: SecondMoment) -> Tensor:

@@ -6,7 +6,13 @@ import statistics
 from typing import Any
 
 Rows = list[dict[str, Any]]
-_OPTIMIZERS = {"adamw": "AdamW", "sgd": "SGD", "rmsprop": "RMSprop", "adafactor": "Adafactor"}
+_OPTIMIZERS = {
+    "adamw": "AdamW",
+    "sgd": "SGD",
+    "rmsprop": "RMSprop",
+    "adafactor": "Adafactor",
+    "muon": "Muon",
+}
 _PLACE = ("optimizer", "workers", "steps", "width", "layers", "batch")
 _HEADS = (
     "loss: mean (least to most; seeds)",

@@ -60,7 +60,13 @@ STRATEGIES = {
     "adam feedback 0.5": Strategy(spec="feedback(ecdq:error=0.5{coder})", units=True),
     "adam feedback 1.0": Strategy(spec="feedback(ecdq:error=1.0{coder})", units=True),
 }
-RATES = {"adamw": 4e-3, "sgd": 0.2, "rmsprop": 1e-3, "adafactor": 0.1}  # the best for plain
+RATES = {  # the best for plain
+    "adamw": 4e-3,
+    "sgd": 0.2,
+    "rmsprop": 1e-3,
+    "adafactor": 0.1,
+    "muon": 4e-3,
+}
 SEEDS = range(5)
 FIRST = ("plain", "adam 0.08", "adam 0.15", "uniform 0.08", "dqsg4", "block 0.15")
 LONG = FIRST[:4]
@@ -76,6 +82,7 @@ def study(seeds: Sequence[int]) -> Iterator[Case]:
     yield from cases(rest, ["adamw"], [3], [250], seeds)
     yield from cases(OTHERS, ["rmsprop", "adafactor"], [3], [250], seeds)
     yield from cases(("plain", "uniform 0.08", "adam 0.08"), ["sgd"], [3], [250], seeds)
+    yield from cases(("plain", "uniform 0.08", "block 0.08", "dqsg4"), ["muon"], [3], [250], seeds)
     yield from cases((*FIRST, "adam 0.3"), ["adamw"], [3], [1000], seeds)
     yield from cases(LONG, ["adamw"], [3], [3000], seeds)
 

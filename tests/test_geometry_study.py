@@ -93,6 +93,11 @@ def test_other_optimizers_have(optimizer: str) -> None:
     assert row["unit_error_early"] > 0 and row["unit_error_early"] != row["error_early"]
 
 
+def test_muon_trains_matrices_and_has_no_units() -> None:
+    row = train(replace(CODED, optimizer="muon"), STRATEGIES["block 0.08"], "cpu", LENGTH)
+    assert row["unit_error_early"] == row["error_early"] > 0
+
+
 def test_the_study_starts_with_what_matters() -> None:
     every = list(study(range(2)))
     assert [case.strategy for case in every[:6]][::3] == ["plain", "uniform 0.08"]
