@@ -40,10 +40,15 @@ _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsag
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How gradients travel: a codec, and whether in the optimizer's units; None is plain fp32."""
+    """How gradients travel: a codec, and whether in the optimizer's units; None is plain fp32.
+
+    With `freeze`, gradients travel in fp32 for this share of the steps; then Adam's second moments
+    stay what they are, and gradients are encoded. So does 1-bit Adam (Tang et al. 2021).
+    """
 
     spec: str | None = None  # {coder} is rans where that runs
     units: bool = False
+    freeze: float = 0.0
 
     def spec_on(self, device: str) -> str | None:
         """The codec there: rans runs on CPUs only."""
@@ -287,6 +292,7 @@ class Training:
         self.data = Data.on(device, length)
         self.workers = workers = Workers(case, self.data)
         self.optimizers = optimizers_of(case, workers.parameters)
+        self._freeze = round(strategy.freeze * case.steps)  # the first step that is encoded
         units = Preconditioner(self.optimizers) if strategy.units else None
         self.encoded: Encoded | None = None
         if self.spec is not None:
@@ -304,13 +310,16 @@ class Training:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(t, self.case)
-            optimizer.step()
+            if 0 < self._freeze <= t:
+                frozen_step(optimizer)
+            else:
+                optimizer.step()
 
     def _average(self, t: int) -> None:
         """The mean gradient of all workers, exact where values are not encoded."""
         gradients, numel = self.workers.step(t), self.workers.numel
         mean_of(gradients, self.mean)
-        if self.encoded is not None:
+        if self.encoded is not None and t >= self._freeze:
             own = self.mean[:numel]
             got = self.encoded.mean([x[:numel] for x in gradients], t)
             if self.errors.wanted(t):
@@ -336,12 +345,12 @@ class Training:
         }
 
     def _bits(self) -> float:
-        """Per encoded value and way: what a rank sends, over 2(n-1)/n of the values."""
+        """Per value and way at encoded steps: what a rank sends, over 2(n-1)/n of the values."""
         if self.encoded is None:
             return 32.0
-        n, traffic = self.case.workers, self.encoded.traffic
+        n, traffic, steps = self.case.workers, self.encoded.traffic, self.case.steps - self._freeze
         sent = sum(own.sent_bytes for own in traffic) / n
-        return 8 * sent / (self.case.steps * 2 * (n - 1) / n * self.workers.numel)
+        return 8 * sent / (steps * 2 * (n - 1) / n * self.workers.numel)
 
     def close(self) -> None:
         if self.encoded is not None:
@@ -382,6 +391,19 @@ def optimizers_of(
             muon = torch.optim.Muon([matrices], case.rate, adjust_lr_fn="match_rms_adamw")
             return (muon, torch.optim.AdamW([vectors], case.rate, betas=(0.9, 0.99)))
     raise ValueError(f"optimizers are {', '.join(OPTIMIZERS)}, not {case.optimizer!r}")
+
+
+@torch.no_grad()
+def frozen_step(adam: torch.optim.Optimizer) -> None:
+    """One of AdamW whose second moments, and their bias correction, stay what they are."""
+    for group in adam.param_groups:
+        beta, other = group["betas"]
+        for p in group["params"]:
+            state = adam.state[p]
+            state["exp_avg"].lerp_(p.grad, 1 - beta)
+            root = (state["exp_avg_sq"] / (1 - other ** state["step"])).sqrt_()
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.addcdiv_(state["exp_avg"], root.add_(group["eps"]), value=-group["lr"])
 
 
 def root_of(moment: SecondMoment) -> Tensor:

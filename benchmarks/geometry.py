@@ -9,7 +9,8 @@ simulated workers with batches of 8 each, scatter-reduce with real wires. Matric
 or more are encoded, the rest is averaged in fp32 and not counted. A seed names the first weights
 and the data, whatever the strategy: differences of losses are taken by pairs. Strategies encode
 gradients as they are, with one step per tensor (uniform) or per 4,096 values (block)
-or 512 (block512), or in the optimizer's units (adam, `exchanges/_preconditioner.py`).
+or 512 (block512), or in the optimizer's units (adam, `exchanges/_preconditioner.py`); frozen ones
+are Adam's after a fifth of the steps, as in 1-bit Adam, and gradients travel in fp32 until then.
 
 Without --strategies, --optimizers, --workers or --steps the whole study runs, what matters first;
 with any of them all their combinations, by default every strategy, adamw, 3 workers and 250 steps.
@@ -59,6 +60,11 @@ STRATEGIES = {
     "adam dqsg3": Strategy(spec="dqsg:bits=3", units=True),
     "adam feedback 0.5": Strategy(spec="feedback(ecdq:error=0.5{coder})", units=True),
     "adam feedback 1.0": Strategy(spec="feedback(ecdq:error=1.0{coder})", units=True),
+    "frozen": Strategy(freeze=0.2),
+    "frozen 0.5": Strategy(spec="ecdq:error=0.5{coder}", units=True, freeze=0.2),
+    "frozen 1.0": Strategy(spec="ecdq:error=1.0{coder}", units=True, freeze=0.2),
+    "frozen feedback 0.5": Strategy(spec="feedback(ecdq:error=0.5{coder})", units=True, freeze=0.2),
+    "frozen feedback 1.0": Strategy(spec="feedback(ecdq:error=1.0{coder})", units=True, freeze=0.2),
 }
 RATES = {  # the best for plain
     "adamw": 4e-3,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks._geometry_run import Case, Data, Strategy, Training, train
+from benchmarks._geometry_run import Case, Data, Strategy, Training, frozen_step, train
 from benchmarks._geometry_tables import tables
 from benchmarks.geometry import STRATEGIES, cases, done, study
 
@@ -96,6 +96,34 @@ def test_other_optimizers_have(optimizer: str) -> None:
 def test_muon_trains_matrices_and_has_no_units() -> None:
     row = train(replace(CODED, optimizer="muon"), STRATEGIES["block 0.08"], "cpu", LENGTH)
     assert row["unit_error_early"] == row["error_early"] > 0
+
+
+def test_frozen_second_moments_stay_and_only_then_are_gradients_encoded() -> None:
+    one = training(replace(CODED, strategy="frozen feedback 1.0", steps=10))
+    assert one.encoded is not None
+    for t in range(2):  # a fifth
+        one.step(t)
+    assert not any(rank.sent_bytes for rank in one.encoded.traffic)
+    moments = {p: state["exp_avg_sq"].clone() for p, state in one.optimizers[0].state.items()}
+    weights = [p.detach().clone() for p in one.workers.parameters]
+    for t in range(2, 10):
+        one.step(t)
+    after = one.optimizers[0].state
+    assert all(torch.equal(after[p]["exp_avg_sq"], moment) for p, moment in moments.items())
+    assert not any(map(torch.equal, weights, one.workers.parameters))
+    assert 0 < one.row()["bits"] < 6
+    one.close()
+
+
+def test_a_frozen_step_is_adamws_but_for_the_moments() -> None:
+    pair = [torch.nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2)]
+    both = [torch.optim.AdamW([p], lr=0.1, betas=(0.0, 0.999)) for p in pair]
+    for p, adam in zip(pair, both, strict=True):
+        p.grad = torch.tensor([3.0, 0.5])
+        adam.step()
+    frozen_step(both[0])  # an equal gradient leaves the average square as it is
+    both[1].step()
+    assert torch.allclose(*pair, rtol=1e-5)
 
 
 def test_the_study_starts_with_what_matters() -> None:
