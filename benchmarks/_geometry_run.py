@@ -22,6 +22,7 @@ from torch.nn import functional as F  # noqa: N812
 import laconic as lc
 from benchmarks._ranks import Rank, Switch, on_all
 from benchmarks._simulated import mean_of
+from benchmarks._spectral import Spectral
 from benchmarks._tasks import Attention, library_text
 from laconic.codecs import Codec, Feedback
 from laconic.exchanges import Call, ScatterReduce, Traffic
@@ -44,11 +45,13 @@ class Strategy:
 
     With `freeze`, gradients travel in fp32 for this share of the steps; then Adam's second moments
     stay what they are, and gradients are encoded. So does 1-bit Adam (Tang et al. 2021).
+    `spectral` is the error of an experiment for Muon (`_spectral.py`).
     """
 
     spec: str | None = None  # {coder} is rans where that runs
     units: bool = False
     freeze: float = 0.0
+    spectral: float = 0.0
 
     def spec_on(self, device: str) -> str | None:
         """The codec there: rans runs on CPUs only."""
@@ -186,7 +189,11 @@ class Encoded:
     """The mean of gradients by scatter-reduce, in the optimizer's units if there are any."""
 
     def __init__(
-        self, case: Case, spec: str, parameters: Sequence[Tensor], units: Preconditioner | None
+        self,
+        case: Case,
+        spec: str,
+        parameters: Sequence[Tensor],
+        units: Preconditioner | Spectral | None,
     ) -> None:
         self._units, self._parameters = units, dict(enumerate(parameters))
         self._codecs = [lc.codec(spec) for _ in range(case.workers)]  # each its own memory
@@ -196,7 +203,7 @@ class Encoded:
             Call(group=rank, seed=case.seed, places=_places(parameters), verify="none")
             for rank in self._ranks
         ]
-        if units is not None:
+        if isinstance(units, Preconditioner):
             _introduce(units, self._codecs)
 
     @property
@@ -293,7 +300,11 @@ class Training:
         self.workers = workers = Workers(case, self.data)
         self.optimizers = optimizers_of(case, workers.parameters)
         self._freeze = round(strategy.freeze * case.steps)  # the first step that is encoded
-        units = Preconditioner(self.optimizers) if strategy.units else None
+        units: Preconditioner | Spectral | None = None
+        if strategy.units:
+            units = Preconditioner(self.optimizers)
+        elif strategy.spectral:
+            units = Spectral(self.optimizers, strategy.spectral)
         self.encoded: Encoded | None = None
         if self.spec is not None:
             self.encoded = Encoded(case, self.spec, workers.encoded, units)

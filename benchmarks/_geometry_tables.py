@@ -86,7 +86,8 @@ def _mean(rows: Rows, key: str) -> float:
 
 def _pair(rows: Rows, when: str) -> str:
     plain, units = _mean(rows, f"error_{when}"), _mean(rows, f"unit_error_{when}")
-    return f"{plain:.3g} / {units:.3g}" if plain == plain else ""
+    shown = f"{units:.3g}" if units == units else "-"  # an optimizer that divides by zero
+    return f"{plain:.3g} / {shown}" if plain == plain else ""
 
 
 def _largest(rows: Rows) -> str:

@@ -10,7 +10,8 @@ or more are encoded, the rest is averaged in fp32 and not counted. A seed names 
 and the data, whatever the strategy: differences of losses are taken by pairs. Strategies encode
 gradients as they are, with one step per tensor (uniform) or per 4,096 values (block)
 or 512 (block512), or in the optimizer's units (adam, `exchanges/_preconditioner.py`); frozen ones
-are Adam's after a fifth of the steps, as in 1-bit Adam, and gradients travel in fp32 until then.
+are Adam's after a fifth of the steps, as in 1-bit Adam, and gradients travel in fp32 until then;
+spectral ones are an experiment for Muon (`_spectral.py`).
 
 Without --strategies, --optimizers, --workers or --steps the whole study runs, what matters first;
 with any of them all their combinations, by default every strategy, adamw, 3 workers and 250 steps.
@@ -43,6 +44,7 @@ from laconic._host import processor
 FILES = {"cpu": "geometry", "cuda": "geometry_gpu"}  # in benchmarks/results
 STRATEGIES = {
     "plain": Strategy(),
+    "uniform 0.02": Strategy(spec="ecdq:error=0.02{coder}"),
     "uniform 0.08": Strategy(spec="ecdq:error=0.08{coder}"),
     "uniform 0.15": Strategy(spec="ecdq:error=0.15{coder}"),
     "dqsg4": Strategy(spec="dqsg:bits=4"),
@@ -60,6 +62,8 @@ STRATEGIES = {
     "adam dqsg3": Strategy(spec="dqsg:bits=3", units=True),
     "adam feedback 0.5": Strategy(spec="feedback(ecdq:error=0.5{coder})", units=True),
     "adam feedback 1.0": Strategy(spec="feedback(ecdq:error=1.0{coder})", units=True),
+    "spectral 0.08": Strategy(spec="ecdq:error=0.08{coder}", spectral=0.08),
+    "spectral 0.15": Strategy(spec="ecdq:error=0.15{coder}", spectral=0.15),
     "frozen": Strategy(freeze=0.2),
     "frozen 0.5": Strategy(spec="ecdq:error=0.5{coder}", units=True, freeze=0.2),
     "frozen 1.0": Strategy(spec="ecdq:error=1.0{coder}", units=True, freeze=0.2),
@@ -77,6 +81,8 @@ SEEDS = range(5)
 FIRST = ("plain", "adam 0.08", "adam 0.15", "uniform 0.08", "dqsg4", "block 0.15")
 LONG = FIRST[:4]
 OTHERS = ("plain", "uniform 0.08", "block 0.08", "adam 0.08")
+ONLY_MUON = ("uniform 0.02", "spectral 0.08", "spectral 0.15")
+MUON = ("plain", "uniform 0.08", "block 0.08", "dqsg4", *ONLY_MUON)
 _PACE: dict[bool, float] = {}  # seconds of a step in this process, plain and encoded
 
 
@@ -84,11 +90,11 @@ def study(seeds: Sequence[int]) -> Iterator[Case]:
     """Every run, what matters first."""
     yield from cases(FIRST, ["adamw"], [3], [250], seeds)
     yield from cases(FIRST, ["adamw"], [4], [250], seeds)
-    rest = [name for name in STRATEGIES if name not in FIRST]
+    rest = [name for name in STRATEGIES if name not in FIRST + ONLY_MUON]
     yield from cases(rest, ["adamw"], [3], [250], seeds)
     yield from cases(OTHERS, ["rmsprop", "adafactor"], [3], [250], seeds)
     yield from cases(("plain", "uniform 0.08", "adam 0.08"), ["sgd"], [3], [250], seeds)
-    yield from cases(("plain", "uniform 0.08", "block 0.08", "dqsg4"), ["muon"], [3], [250], seeds)
+    yield from cases(MUON, ["muon"], [3], [250], seeds)
     yield from cases((*FIRST, "adam 0.3"), ["adamw"], [3], [1000], seeds)
     yield from cases(LONG, ["adamw"], [3], [3000], seeds)
 

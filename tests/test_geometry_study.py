@@ -9,6 +9,7 @@ import torch
 
 from benchmarks._geometry_run import Case, Data, Strategy, Training, frozen_step, train
 from benchmarks._geometry_tables import tables
+from benchmarks._spectral import Spectral
 from benchmarks.geometry import STRATEGIES, cases, done, study
 
 LENGTH = 20_000
@@ -96,6 +97,36 @@ def test_other_optimizers_have(optimizer: str) -> None:
 def test_muon_trains_matrices_and_has_no_units() -> None:
     row = train(replace(CODED, optimizer="muon"), STRATEGIES["block 0.08"], "cpu", LENGTH)
     assert row["unit_error_early"] == row["error_early"] > 0
+
+
+def test_spectral_units_weigh_the_error_as_orthogonalisation_does() -> None:
+    """An error that is even in them moves UVᵀ less than the same bits spent evenly on G."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.zeros(24, 16))
+    momentum = torch.randn(24, 16) * torch.logspace(0, -2, 16)
+    muon = torch.optim.Muon([p], 0.1)
+    muon.state[p]["momentum_buffer"] = momentum
+    units = Spectral([muon], 0.08)
+    assert units.cold and units.due(0)
+    units.refresh(0, {3: p})
+    assert not units.cold and not units.due(0)
+
+    def polar(m: torch.Tensor) -> torch.Tensor:
+        u, _, vt = torch.linalg.svd(m, full_matrices=False)
+        return u @ vt
+
+    y, found = torch.empty(24 * 16), torch.empty(24 * 16)
+    units.into(momentum.flatten(), 3, y)
+    units.back(y, 3, found)
+    assert torch.allclose(found.view(24, 16), momentum, atol=1e-6)
+    moved = {"even": 0.0, "spectral": 0.0}
+    for _ in range(20):
+        noise = 0.05 * torch.randn(24 * 16)
+        units.back(y + noise * y.norm() / 20, 3, found)
+        even = momentum + (noise * momentum.norm() / 20).view(24, 16)
+        for name, m in (("even", even), ("spectral", found.view(24, 16))):
+            moved[name] += float((polar(m) - polar(momentum)).square().sum())
+    assert moved["spectral"] < 0.5 * moved["even"]
 
 
 def test_frozen_second_moments_stay_and_only_then_are_gradients_encoded() -> None:
