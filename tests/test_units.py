@@ -171,6 +171,25 @@ def drifts(rank: int) -> str:
     return "not found"
 
 
+def forgotten_moments(rank: int) -> dict[str, tuple[str, str]]:
+    """One rank has no optimizer state, as after a checkpoint that another one did not load."""
+    found = {}
+    for case, first in {"from the start": 0, "later": 6}.items():
+        run = Run(timeout_s=8.0)
+        run.train(0, first)
+        if not first and rank == 0:
+            for parameter in run.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            run.optimizer.step()
+        if first and rank == 1:
+            run.optimizer.state.clear()
+        try:
+            run.train(first, 30)
+        except lc.LaconicError as error:
+            found[case] = type(error).__name__, str(error)
+    return found
+
+
 def forgets_on_one_rank(rank: int) -> str:
     model = DistributedDataParallel(network())
     try:
@@ -244,6 +263,7 @@ JOBS = [
     cold_start,
     leaves_sgd_alone,
     drifts,
+    forgotten_moments,
     forgets_on_one_rank,
     warns,
     auto,
@@ -292,6 +312,14 @@ def test_moments_that_differ_are_found_and_named(found: ranks.Answers) -> None:
     for rank in range(RANKS):
         said = found[rank, "drifts"]
         assert "second moments" in said and "rank 1" in said, said
+
+
+def test_moments_that_one_rank_lacks_are_found(found: ranks.Answers) -> None:
+    """Before ranks wait for each other: one would send plain gradients, the other encoded ones."""
+    for rank in range(RANKS):
+        for case in ("from the start", "later"):
+            kind, said = found[rank, "forgotten_moments"][case]
+            assert kind == "ReplicaError" and "second moments" in said, (case, said)
 
 
 def test_ranks_agree_whether_an_optimizer_is_given(found: ranks.Answers) -> None:

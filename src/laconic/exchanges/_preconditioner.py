@@ -106,20 +106,22 @@ class Preconditioner:
         return self._made.is_set() and step >= self._next
 
     def begin(self) -> None:
-        """Say that `refresh` is about to be called, perhaps in another thread: all wait for it."""
+        """Say that `refresh` is about to be called, perhaps in another thread: all wait for `end`.
+
+        Until then nobody encodes, so that ranks can compare what they have made.
+        """
         self._made.clear()
+
+    def end(self, *, agreed: bool) -> None:
+        """All may go on; without agreement gradients travel uncompressed, on all ranks alike."""
+        self._cold = self._cold or not agreed
+        self._made.set()
 
     def refresh(self, step: int, parameters: Mapping[int, Tensor]) -> Tensor | None:
         """Make a snapshot of `parameters`, by number; its digest, or None if there is none.
 
         Listeners, who remember values in the units that were, are told how much exponents grew.
         """
-        try:
-            return self._refresh(step, parameters)
-        finally:
-            self._made.set()
-
-    def _refresh(self, step: int, parameters: Mapping[int, Tensor]) -> Tensor | None:
         before, self._units = self._units, {}
         moments = self._second_moments()
         for number, parameter in parameters.items():
@@ -132,10 +134,11 @@ class Preconditioner:
         if not self._units:
             idle = any(not one.state and divides(one) for one in self._optimizers)
             self._waited += idle
-            self._cold, self._next = idle and self._waited <= _COLD, step + 1
+            self._cold = idle and self._waited <= _COLD
+            self._next = step + (1 if idle else _gap(step))
             return None
         self._cold = False
-        self._next = step + max(1, min(_EVERY, step // _GROWTH))
+        self._next = step + _gap(step)
         return digest(units.exponents for units in self._units.values())
 
     def _tell(self, number: int, now: Tensor, before: Units | None) -> None:
@@ -154,6 +157,11 @@ class Preconditioner:
         this ends soon.
         """
         self._made.wait()
+        return self._cold
+
+    @property
+    def undecided(self) -> bool:
+        """`cold`, for whoever makes the snapshot that all others wait for."""
         return self._cold
 
     def units(self, number: int) -> Units | None:
@@ -328,6 +336,11 @@ def _power(exponents: Tensor) -> Tensor:
 def _square(exponents: Tensor) -> Tensor:
     """4^e in fp64, from its bits."""
     return exponents.long().mul_(2).add_(_BIAS).bitwise_left_shift_(52).view(torch.float64)
+
+
+def _gap(step: int) -> int:
+    """Steps until the next snapshot."""
+    return max(1, min(_EVERY, step // _GROWTH))
 
 
 def _floor(error: float) -> float:
