@@ -171,6 +171,39 @@ def drifts(rank: int) -> str:
     return "not found"
 
 
+def with_and_without(rank: int) -> dict[str, Any]:
+    """What feedback owes, as a gradient, where a run goes on without units, or with them."""
+    found: dict[str, Any] = {}
+    for units in (False, True):
+        run, other = (Run("feedback(dqsg:bits=2)", units=own) for own in (units, not units))
+        run.train(0, 10)
+        other.load(run.save())
+        found[f"units: {units}"] = [largest_gradient(one) for one in (run, other)]
+    back = Run("feedback(dqsg:bits=2)")
+    early = back.save()
+    back.train(0, 10)
+    back.load(early)
+    found["back to the start"] = back.handle.preconditioner.units(0) is None
+    return found
+
+
+def largest_gradient(run: Run) -> float:
+    return float(gradients_of(run, 10).norm())
+
+
+def other_number_of_ranks(rank: int) -> dict[str, bool]:
+    """Units are no memory of a rank's own, so they do not bind a checkpoint to its ranks."""
+    found = {}
+    for spec in ("ecdq:error=0.08", "auto"):
+        run = Run(spec, **({"candidates": ["ecdq:error=0.08"]} if spec == "auto" else {}))
+        run.train(0, 6)
+        one = {"states": [run.handle.state_dict()]}
+        lc.AllRanks(run.handle).load_state_dict(copy.deepcopy(one))
+        run.train(6, 8)
+        found[spec] = equal_everywhere(run.model)
+    return found
+
+
 def forgotten_moments(rank: int) -> dict[str, tuple[str, str]]:
     """One rank has no optimizer state, as after a checkpoint that another one did not load."""
     found = {}
@@ -264,6 +297,8 @@ JOBS = [
     leaves_sgd_alone,
     drifts,
     forgotten_moments,
+    with_and_without,
+    other_number_of_ranks,
     forgets_on_one_rank,
     warns,
     auto,
@@ -312,6 +347,20 @@ def test_moments_that_differ_are_found_and_named(found: ranks.Answers) -> None:
     for rank in range(RANKS):
         said = found[rank, "drifts"]
         assert "second moments" in said and "rank 1" in said, said
+
+
+def test_memories_change_their_units_with_the_run(found: ranks.Answers) -> None:
+    for rank in range(RANKS):
+        answers = found[rank, "with_and_without"]
+        for units in (False, True):
+            own, other = answers[f"units: {units}"]
+            assert 0.5 * own < other < 2 * own, answers
+        assert answers["back to the start"]
+
+
+def test_states_with_units_resume_on_other_numbers_of_ranks(found: ranks.Answers) -> None:
+    for rank in range(RANKS):
+        assert all(found[rank, "other_number_of_ranks"].values())
 
 
 def test_moments_that_one_rank_lacks_are_found(found: ranks.Answers) -> None:

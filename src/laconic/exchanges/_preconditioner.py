@@ -60,6 +60,7 @@ _MOST_ERROR = 5.0  # above it all w are alike
 _BIAS = 1023  # of exponents in fp64
 _PART = 1 << 15  # values whose intermediate results fit a core's cache
 _TINY = 1e-30
+NO_UNITS: dict[str, Any] = {"next": 0, "waited": 0, "exponents": {}}  # a state before any
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from laconic.exchanges._ledger import (
 )
 from laconic.exchanges._nested import nesting
 from laconic.exchanges._policy import Chooser, Policy
-from laconic.exchanges._preconditioner import Preconditioner, preconditioner_of
+from laconic.exchanges._preconditioner import NO_UNITS, Preconditioner, preconditioner_of
 from laconic.exchanges._replicas import compare, digest
 from laconic.integrations._bucket_order import BucketOrder, real_numel
 from laconic.integrations._choices import Choices, check_warmup, line
@@ -425,8 +425,12 @@ class HookState:
             codec.load_state_dict(state["memory"][text])
         self.memory = dict(state.get("exchange memory", {}))  # exchanges take up what is theirs
         load_budget(self.memory, state.get("budget"))
-        if self.preconditioner is not None and state.get("units") is not None:
-            self.preconditioner.load_state_dict(state["units"], self._encoded_parameters())
+        units = state.get("units") or NO_UNITS
+        if self.preconditioner is not None:
+            self.preconditioner.load_state_dict(units, self._encoded_parameters())
+            return
+        for number, exponents in units["exponents"].items():  # back to gradients as they are
+            self._changed(int(number), exponents.neg())
 
     def _remembering(self) -> list[tuple[str, Any]]:
         return [(text, codec) for text, (codec, _) in self._pairs.items() if codec.remembers]
