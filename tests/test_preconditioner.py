@@ -181,6 +181,43 @@ def test_first_step_is_cold_for_those_who_divide() -> None:
     assert units.due(5) and units.refresh(5, {0: parameter}) is not None
 
 
+def test_adagrad_is_cold_although_it_has_state_from_the_start() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
+    adagrad = torch.optim.Adagrad([parameter])
+    units = Preconditioner(adagrad)
+    assert units.refresh(0, {0: parameter}) is None and units.cold
+    parameter.grad = torch.ones(4, 4)
+    adagrad.step()
+    assert units.refresh(1, {0: parameter}) is not None and not units.cold
+
+
+@pytest.mark.parametrize("shape", [(384,), (1, 384), (8, 1, 48), (4, 8, 12)])
+def test_adafactor_of_transformers_in_any_shape(shape: tuple[int, ...]) -> None:
+    """Its vectors have state of Adam's name in groups without betas; rows of one column."""
+    moments = {"exp_avg_sq_row": torch.rand(shape[:-1]) + 1}
+    moments["exp_avg_sq_col"] = torch.rand(*shape[:-2], shape[-1]) + 1
+    state = {"exp_avg_sq": torch.rand(shape) + 1} if len(shape) == 1 else moments
+    found = second_moment({"eps": (1e-30, 1e-3)}, {"step": 3, **state})
+    assert found is not None and found.v.shape == shape
+
+
+@pytest.mark.parametrize("shape", [(), (16, 1), (24,)])
+def test_moments_that_are_not_of_each_value_are_no_units(shape: tuple[int, ...]) -> None:
+    """As NovoGrad's, one for a tensor: kernels would read behind its end."""
+    parameter, optimizer = stepped(ADAPTIVE["adamw"], steps=3)
+    optimizer.state[parameter]["exp_avg_sq"] = torch.ones(shape)
+    units = Preconditioner(optimizer)
+    assert units.refresh(3, {0: parameter}) is None and not units.cold
+
+
+def test_steps_may_be_counted_by_groups() -> None:
+    """As Apex's FusedAdam does."""
+    parameter, optimizer = stepped(ADAPTIVE["adamw"])
+    before = exponents(optimizer, parameter)
+    optimizer.param_groups[0]["step"] = int(optimizer.state[parameter].pop("step"))
+    assert torch.equal(before, exponents(optimizer, parameter))
+
+
 def test_gaps_between_snapshots_grow() -> None:
     parameter, optimizer = stepped(ADAPTIVE["adamw"], steps=1)
     units, made = Preconditioner(optimizer), []

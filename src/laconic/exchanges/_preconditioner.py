@@ -128,12 +128,12 @@ class Preconditioner:
         for number, parameter in parameters.items():
             read = moments.get(id(parameter))
             found = None if read is None or not parameter.numel() else read()
-            if found is not None:
+            if found is not None and found.v.numel() == parameter.numel():
                 order = parameter.dim_order()
                 self._units[number] = units = _units(found, _floor(self._error), order)
                 self._tell(number, units.exponents, before.get(number))
         if not self._units:
-            idle = any(not one.state and divides(one) for one in self._optimizers)
+            idle = any(_unstepped(one) and divides(one) for one in self._optimizers)
             self._waited += idle
             self._cold = idle and self._waited <= _COLD
             self._next = step + (1 if idle else _gap(step))
@@ -230,17 +230,22 @@ def second_moment(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondM
     """What an optimizer of torch's (or Transformers' Adafactor) divides by, from its state.
 
     Told by the names of what the state holds, so that optimizers written after Adam's example are
-    known, too. None where there is no second moment.
+    known, too. None where there is no second moment, or none yet.
     """
     found = next((read for key, read in _READERS.items() if key in state), None)
     return None if found is None else found(group, state)
 
 
 def _adam(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
-    beta = group["betas"][1]
-    left = 1 - beta ** state["step"]  # a tensor on the device where the step is one
     v = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-    return SecondMoment(v, steps=left / (1 - beta), epsilon=group["eps"], factor=1 / left)
+    epsilon = group.get("eps", 0.0)
+    epsilon = epsilon if isinstance(epsilon, float) else 0.0  # Adafactor's are two
+    step = state.get("step", group.get("step"))  # Apex counts steps of groups
+    if "betas" not in group or step is None:  # Adafactor's vectors: corrected already
+        return SecondMoment(v, steps=math.inf, epsilon=epsilon)
+    beta = group["betas"][1]
+    left = 1 - beta**step  # a tensor on the device where the step is one
+    return SecondMoment(v, steps=left / (1 - beta), epsilon=epsilon, factor=1 / left)
 
 
 def _adamax(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
@@ -260,16 +265,32 @@ def _adadelta(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMomen
     return SecondMoment(v, steps=1 / (1 - group["rho"]))
 
 
-def _adagrad(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
+def _adagrad(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment | None:
+    if _fresh(state):
+        return None
     return SecondMoment(state["sum"], steps=state["step"], epsilon=group["eps"])
 
 
-def _factored(row: str, column: str) -> Callable[..., SecondMoment]:
-    """Adafactor's: a mean of each row and of each column, and v = row·column/mean(row)."""
+def _fresh(state: Mapping[str, Any]) -> bool:
+    """Whether this is Adagrad's state as it is made, before any step."""
+    step = state.get("step", 1)
+    on_host = not isinstance(step, Tensor) or step.device.type == "cpu"
+    return "sum" in state and on_host and not step
+
+
+def _unstepped(optimizer: Any) -> bool:
+    return all(_fresh(state) for state in optimizer.state.values())
+
+
+def _factored(row: str, column: str, *, keeps: bool) -> Callable[..., SecondMoment]:
+    """Adafactor's: a mean of each row and of each column, and v = row·column/mean(row).
+
+    torch `keeps` the dimension that a mean is taken over.
+    """
 
     def read(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
         rows, columns = state[row].float(), state[column].float()
-        if rows.dim() == columns.dim() and rows.shape[-1] == 1:  # torch keeps dimensions
+        if keeps:
             rows, columns = rows.squeeze(-1), columns.squeeze(-2)
         mean = rows.double().mean(-1, keepdim=True).float().clamp(min=_TINY)
         v = (rows / mean).unsqueeze(-1) * columns.unsqueeze(-2)
@@ -278,14 +299,15 @@ def _factored(row: str, column: str) -> Callable[..., SecondMoment]:
     return read
 
 
-_READERS: dict[str, Callable[..., SecondMoment]] = {
+_READERS: dict[str, Callable[..., SecondMoment | None]] = {
     "exp_avg_sq": _adam,
     "exp_inf": _adamax,
     "acc_delta": _adadelta,
     "square_avg": _rmsprop,
     "sum": _adagrad,
-    "row_var": _factored("row_var", "col_var"),
-    "exp_avg_sq_row": _factored("exp_avg_sq_row", "exp_avg_sq_col"),
+    "variance": lambda _, state: SecondMoment(state["variance"], steps=math.inf),
+    "row_var": _factored("row_var", "col_var", keeps=True),
+    "exp_avg_sq_row": _factored("exp_avg_sq_row", "exp_avg_sq_col", keeps=False),
 }
 
 
