@@ -305,6 +305,25 @@ def test_plain_error_is_bounded_whatever_comes(name: str, error: float) -> None:
         assert sum(found) / len(found) <= 10, (name, found)
 
 
+def test_codecs_without_a_budget_have_a_floor_beside_fine_ones() -> None:
+    """As in a policy: dqsg's error is not that of ecdq:error=1e-6."""
+    v = second_moments()["wide"]
+    parameter = torch.nn.Parameter(torch.zeros(64, 128))
+    optimizer = torch.optim.RMSprop([parameter])
+    parameter.grad = v.sqrt()
+    optimizer.step()
+    spreads = []
+    for budgets in ((None,), (1e-6, None)):
+        units = Preconditioner(optimizer)
+        for budget in budgets:
+            units.allow(budget)
+        units.refresh(1, {0: parameter})
+        own = units.units(0)
+        assert own is not None
+        spreads.append(int(own.exponents.max() - own.exponents.min()))
+    assert spreads[0] == spreads[1]
+
+
 def test_without_a_floor_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees a missing floor."""
     monkeypatch.setattr(_preconditioner, "_floor", lambda error: 1e-60)

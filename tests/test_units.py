@@ -257,6 +257,21 @@ def warns(rank: int) -> dict[str, list[str]]:
     return found
 
 
+def warns_of_a_stranger(rank: int) -> dict[str, list[str]]:
+    """The optimizer that was given steps other parameters, or has its moments elsewhere."""
+    found = {}
+    for name, kept in {"stranger": False, "own": True}.items():
+        model = DistributedDataParallel(network())
+        stepped, other = adamw(model), adamw(network())
+        with warnings_told() as found[name]:
+            lc.compress(model, "ecdq:error=0.08", optimizer=stepped if kept else other)
+            for step in range(3):
+                x, y = batch(rank, step)
+                nn.functional.cross_entropy(model(x), y).backward()
+                stepped.step()
+    return found
+
+
 def auto(rank: int) -> dict[str, Any]:
     logging.getLogger("laconic").setLevel(logging.ERROR)
     run = Run("auto", candidates=["ecdq:error=0.08", "dqsg:bits=4"])
@@ -301,6 +316,7 @@ JOBS = [
     other_number_of_ranks,
     forgets_on_one_rank,
     warns,
+    warns_of_a_stranger,
     auto,
     several,
 ]
@@ -385,6 +401,12 @@ def test_one_warning_where_an_optimizer_is_missing(found: ranks.Answers) -> None
     quiet = ("told", "sgd", "blocks", "steps", "ssd, steps", "ssd, sgd")
     assert not any(told[name] for name in quiet), told
     assert not any(found[1, "warns"].values())
+
+
+def test_a_warning_where_the_optimizer_is_another_one(found: ranks.Answers) -> None:
+    told = found[0, "warns_of_a_stranger"]
+    assert len(told["stranger"]) == 1 and not told["own"], told
+    assert "without moments" in told["stranger"][0] and "block=4096" in told["stranger"][0]
 
 
 def test_auto_measures_and_trains_in_the_same_units(found: ranks.Answers) -> None:

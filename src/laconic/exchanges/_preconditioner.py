@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -94,13 +94,18 @@ class Preconditioner:
         self._made = threading.Event()  # False while a snapshot is under way, in another thread
         self._made.set()
 
-    def allow(self, error: float) -> None:
-        """Say that some codec has this error budget: the largest sets the floor."""
-        self._error = max(self._error, error)
+    def allow(self, error: float | None) -> None:
+        """Say that some codec has this error budget, or none: the largest sets the floor."""
+        self._error = max(self._error, error or _USUAL)
 
     def listen(self, listener: Callable[[int, Tensor], None]) -> None:
         """Have a method called with a parameter and how much its exponents have grown."""
         self._listeners.append(weakref.WeakMethod(listener))
+
+    def reads(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the optimizers that were given have second moments of any of these."""
+        moments = self._second_moments()
+        return any(id(one) in moments and moments[id(one)]() is not None for one in parameters)
 
     def due(self, step: int) -> bool:
         """Whether a snapshot is to be made before this step's gradients are encoded."""
