@@ -113,6 +113,8 @@ def raise_after_backward(lanes: Sequence[Lane]) -> None:
 
 def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future[Tensor]:
     """Without buckets: one parameter's gradient becomes its mean, in place, before this returns."""
+    if not parameter.numel():
+        return _done(gradient)
     plan = state.plan([parameter])
     number = (plan.plain or plan.loads[0].pieces)[0].number
     step = state.turns.get(number, 0)

@@ -470,7 +470,8 @@ class HookState:
                 )
             number, text = self._parameters[id(parameter)]
             count = real_numel(parameter)
-            by_text.setdefault(text, []).append(Piece(number, start, count))
+            if count:
+                by_text.setdefault(text, []).append(Piece(number, start, count))
             start += count
         plain = tuple(by_text.pop(None, []))
         loads = [
