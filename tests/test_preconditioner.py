@@ -401,6 +401,23 @@ def test_residuals_follow_a_change_of_units() -> None:
     assert torch.equal(before, owed())
 
 
+def test_residuals_survive_the_loss_of_moments() -> None:
+    """As of an optimizer that is made anew for a second fit."""
+    codec: Any = lc.codec("feedback(dqsg:bits=2)")
+    parameter, optimizer = stepped(ADAPTIVE["adamw"])
+    units = Preconditioner(optimizer)
+    units.listen(codec.change_units)
+    place = lc.Place(parameter=0, start=0, numel=384, total=384)
+    x = torch.randn(384)
+    codec.encode(x, lc.Key(), places=[place])
+    before = codec.memory.of(place, 0, x.device).clone()
+    units.refresh(30, {0: parameter})
+    assert not torch.equal(before, codec.memory.of(place, 0, x.device))
+    optimizer.state.clear()
+    units.refresh(60, {0: parameter})
+    assert torch.equal(before, codec.memory.of(place, 0, x.device))
+
+
 def test_a_dead_listener_is_forgotten() -> None:
     parameter, optimizer = stepped(ADAPTIVE["adamw"])
     units, codec = Preconditioner(optimizer), lc.Feedback(inner=lc.DQSG())

@@ -137,6 +137,9 @@ class Preconditioner:
                 order = parameter.dim_order()
                 self._units[number] = units = _units(found, _floor(self._error), order)
                 self._tell(number, units.exponents, before.get(number))
+        for number in before.keys() - self._units.keys():  # its moments are gone: back to w = 1
+            lost = before[number]
+            self._tell(number, torch.zeros_like(lost.exponents), lost)
         if not self._units:
             idle = any(_unstepped(one) and divides(one) for one in self._optimizers)
             self._waited += idle
