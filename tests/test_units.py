@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
+from laconic.integrations._ddp import comm_hook
 
 RANKS, STEPS = 3, 14
 SPECS = (
@@ -272,6 +273,28 @@ def warns_of_a_stranger(rank: int) -> dict[str, list[str]]:
     return found
 
 
+def one_by_one(rank: int) -> float:
+    """A compiled DDP hands over gradients one by one, here of a kernel that is channels_last."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(64, 64, 3, bias=False).to(memory_format=torch.channels_last)
+    model = DistributedDataParallel(layer)
+    optimizer, weight = adamw(model), layer.weight
+    handle: Any = lc.compress(model, "ecdq:error=0.08", optimizer=optimizer)
+    sizes, errors = torch.logspace(-0.5, 0.5, 64).view(1, 64, 1, 1), 0.0
+    for step in range(20):
+        draw = torch.Generator().manual_seed(step)
+        gradient = torch.randn(64, 64, 3, 3, generator=draw) * sizes
+        weight.grad = gradient.to(memory_format=torch.channels_last)
+        exact = weight.grad.clone()
+        comm_hook(handle, (weight.grad, weight))  # pyright: ignore[reportArgumentType]
+        if step >= 10:
+            scale = optimizer.state[weight]["exp_avg_sq"].sqrt()
+            error = ((weight.grad - exact) / scale).square().sum()
+            errors += float(error / (exact / scale).square().sum()) / 10
+        optimizer.step()
+    return errors
+
+
 def auto(rank: int) -> dict[str, Any]:
     logging.getLogger("laconic").setLevel(logging.ERROR)
     run = Run("auto", candidates=["ecdq:error=0.08", "dqsg:bits=4"])
@@ -316,6 +339,7 @@ JOBS = [
     other_number_of_ranks,
     forgets_on_one_rank,
     warns,
+    one_by_one,
     warns_of_a_stranger,
     auto,
     several,
@@ -407,6 +431,10 @@ def test_a_warning_where_the_optimizer_is_another_one(found: ranks.Answers) -> N
     told = found[0, "warns_of_a_stranger"]
     assert len(told["stranger"]) == 1 and not told["own"], told
     assert "without moments" in told["stranger"][0] and "block=4096" in told["stranger"][0]
+
+
+def test_gradients_one_by_one_meet_their_own_units(found: ranks.Answers) -> None:
+    assert 0.04 < found[0, "one_by_one"] < 0.12, found[0, "one_by_one"]
 
 
 def test_auto_measures_and_trains_in_the_same_units(found: ranks.Answers) -> None:

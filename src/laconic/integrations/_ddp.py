@@ -126,7 +126,8 @@ def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future
     if units is not None and state.units_due(step):
         units.begin()
         _renew(state, units, state.lanes[0], step, gradient.device)
-    real = torch.view_as_real(gradient.detach()) if gradient.is_complex() else gradient.detach()
+    own = gradient.detach().permute(parameter.dim_order())  # units follow the parameter's memory
+    real = torch.view_as_real(own) if own.is_complex() else own
     flat = real.contiguous().view(-1)
     _exchange(state, state.lanes[0], flat, plan, step)
     if flat.data_ptr() != real.data_ptr():
