@@ -196,7 +196,8 @@ def other_number_of_ranks(rank: int) -> dict[str, bool]:
     """Units are no memory of a rank's own, so they do not bind a checkpoint to its ranks."""
     found = {}
     for spec in ("ecdq:error=0.08", "auto"):
-        run = Run(spec, **({"candidates": ["ecdq:error=0.08"]} if spec == "auto" else {}))
+        options: dict[str, Any] = {"candidates": ["ecdq:error=0.08"]} if spec == "auto" else {}
+        run = Run(spec, **options)
         run.train(0, 6)
         one = {"states": [run.handle.state_dict()]}
         lc.AllRanks(run.handle).load_state_dict(copy.deepcopy(one))
@@ -276,7 +277,8 @@ def warns_of_a_stranger(rank: int) -> dict[str, list[str]]:
 def one_by_one(rank: int) -> float:
     """A compiled DDP hands over gradients one by one, here of a kernel that is channels_last."""
     torch.manual_seed(0)
-    layer = nn.Conv2d(64, 64, 3, bias=False).to(memory_format=torch.channels_last)
+    layer = nn.Conv2d(64, 64, 3, bias=False)
+    layer.weight.data = layer.weight.data.to(memory_format=torch.channels_last)
     model = DistributedDataParallel(layer)
     optimizer, weight = adamw(model), layer.weight
     handle: Any = lc.compress(model, "ecdq:error=0.08", optimizer=optimizer)
