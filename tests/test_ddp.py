@@ -158,6 +158,31 @@ def disagreement_is_named(rank: int) -> dict[str, str]:
     return {"error": "none"}
 
 
+class WithNothing(nn.Module):
+    """An empty parameter between two that are encoded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Parameter(0.1 * torch.randn(64, 192))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.last = nn.Parameter(0.1 * torch.randn(192, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.first @ self.last + self.nothing.sum()
+
+
+def empty_parameter(rank: int) -> bool:
+    model = DistributedDataParallel(WithNothing())
+    lc.compress(model, "ecdq:error=0.08")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(rank, step)[0]).square().mean().backward()
+        optimizer.step()
+    return equal_everywhere(model)
+
+
 def sub_group(rank: int) -> dict[str, bool]:
     pair = dist.new_group([0, 2])
     if rank == 1:
@@ -177,6 +202,7 @@ JOBS = [
     non_finite_everywhere,
     resume_is_exact,
     disagreement_is_named,
+    empty_parameter,
     sub_group,
 ]
 
@@ -185,6 +211,10 @@ JOBS = [
 def found(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
     """All jobs on 3 ranks, in one set of processes."""
     return ranks.run(JOBS, 3, tmp_path_factory.mktemp("ranks"))
+
+
+def test_empty_parameters_travel_in_no_load(found: ranks.Answers) -> None:
+    assert all(found[rank, "empty_parameter"] for rank in range(3))
 
 
 @pytest.mark.parametrize("spec", SPECS)

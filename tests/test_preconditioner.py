@@ -181,6 +181,43 @@ def test_first_step_is_cold_for_those_who_divide() -> None:
     assert units.due(5) and units.refresh(5, {0: parameter}) is not None
 
 
+def test_adagrad_is_cold_although_it_has_state_from_the_start() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 4))
+    adagrad = torch.optim.Adagrad([parameter])
+    units = Preconditioner(adagrad)
+    assert units.refresh(0, {0: parameter}) is None and units.cold
+    parameter.grad = torch.ones(4, 4)
+    adagrad.step()
+    assert units.refresh(1, {0: parameter}) is not None and not units.cold
+
+
+@pytest.mark.parametrize("shape", [(384,), (1, 384), (8, 1, 48), (4, 8, 12)])
+def test_adafactor_of_transformers_in_any_shape(shape: tuple[int, ...]) -> None:
+    """Its vectors have state of Adam's name in groups without betas; rows of one column."""
+    moments = {"exp_avg_sq_row": torch.rand(shape[:-1]) + 1}
+    moments["exp_avg_sq_col"] = torch.rand(*shape[:-2], shape[-1]) + 1
+    state = {"exp_avg_sq": torch.rand(shape) + 1} if len(shape) == 1 else moments
+    found = second_moment({"eps": (1e-30, 1e-3)}, {"step": 3, **state})
+    assert found is not None and found.v.shape == shape
+
+
+@pytest.mark.parametrize("shape", [(), (16, 1), (24,)])
+def test_moments_that_are_not_of_each_value_are_no_units(shape: tuple[int, ...]) -> None:
+    """As NovoGrad's, one for a tensor: kernels would read behind its end."""
+    parameter, optimizer = stepped(ADAPTIVE["adamw"], steps=3)
+    optimizer.state[parameter]["exp_avg_sq"] = torch.ones(shape)
+    units = Preconditioner(optimizer)
+    assert units.refresh(3, {0: parameter}) is None and not units.cold
+
+
+def test_steps_may_be_counted_by_groups() -> None:
+    """As Apex's FusedAdam does."""
+    parameter, optimizer = stepped(ADAPTIVE["adamw"])
+    before = exponents(optimizer, parameter)
+    optimizer.param_groups[0]["step"] = int(optimizer.state[parameter].pop("step"))
+    assert torch.equal(before, exponents(optimizer, parameter))
+
+
 def test_gaps_between_snapshots_grow() -> None:
     parameter, optimizer = stepped(ADAPTIVE["adamw"], steps=1)
     units, made = Preconditioner(optimizer), []
@@ -268,6 +305,25 @@ def test_plain_error_is_bounded_whatever_comes(name: str, error: float) -> None:
         assert sum(found) / len(found) <= 10, (name, found)
 
 
+def test_codecs_without_a_budget_have_a_floor_beside_fine_ones() -> None:
+    """As in a policy: dqsg's error is not that of ecdq:error=1e-6."""
+    v = second_moments()["wide"]
+    parameter = torch.nn.Parameter(torch.zeros(64, 128))
+    optimizer = torch.optim.RMSprop([parameter])
+    parameter.grad = v.sqrt()
+    optimizer.step()
+    spreads = []
+    for budgets in ((None,), (1e-6, None)):
+        units = Preconditioner(optimizer)
+        for budget in budgets:
+            units.allow(budget)
+        units.refresh(1, {0: parameter})
+        own = units.units(0)
+        assert own is not None
+        spreads.append(int(own.exponents.max() - own.exponents.min()))
+    assert spreads[0] == spreads[1]
+
+
 def test_without_a_floor_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees a missing floor."""
     monkeypatch.setattr(_preconditioner, "_floor", lambda error: 1e-60)
@@ -343,6 +399,23 @@ def test_residuals_follow_a_change_of_units() -> None:
     units.refresh(60, {0: parameter})
     assert before.abs().max() > 0
     assert torch.equal(before, owed())
+
+
+def test_residuals_survive_the_loss_of_moments() -> None:
+    """As of an optimizer that is made anew for a second fit."""
+    codec: Any = lc.codec("feedback(dqsg:bits=2)")
+    parameter, optimizer = stepped(ADAPTIVE["adamw"])
+    units = Preconditioner(optimizer)
+    units.listen(codec.change_units)
+    place = lc.Place(parameter=0, start=0, numel=384, total=384)
+    x = torch.randn(384)
+    codec.encode(x, lc.Key(), places=[place])
+    before = codec.memory.of(place, 0, x.device).clone()
+    units.refresh(30, {0: parameter})
+    assert not torch.equal(before, codec.memory.of(place, 0, x.device))
+    optimizer.state.clear()
+    units.refresh(60, {0: parameter})
+    assert torch.equal(before, codec.memory.of(place, 0, x.device))
 
 
 def test_a_dead_listener_is_forgotten() -> None:

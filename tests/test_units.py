@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
+from laconic.integrations._ddp import comm_hook
 
 RANKS, STEPS = 3, 14
 SPECS = (
@@ -171,6 +172,59 @@ def drifts(rank: int) -> str:
     return "not found"
 
 
+def with_and_without(rank: int) -> dict[str, Any]:
+    """What feedback owes, as a gradient, where a run goes on without units, or with them."""
+    found: dict[str, Any] = {}
+    for units in (False, True):
+        run, other = (Run("feedback(dqsg:bits=2)", units=own) for own in (units, not units))
+        run.train(0, 10)
+        other.load(run.save())
+        found[f"units: {units}"] = [largest_gradient(one) for one in (run, other)]
+    back = Run("feedback(dqsg:bits=2)")
+    early = back.save()
+    back.train(0, 10)
+    back.load(early)
+    found["back to the start"] = back.handle.preconditioner.units(0) is None
+    return found
+
+
+def largest_gradient(run: Run) -> float:
+    return float(gradients_of(run, 10).norm())
+
+
+def other_number_of_ranks(rank: int) -> dict[str, bool]:
+    """Units are no memory of a rank's own, so they do not bind a checkpoint to its ranks."""
+    found = {}
+    for spec in ("ecdq:error=0.08", "auto"):
+        options: dict[str, Any] = {"candidates": ["ecdq:error=0.08"]} if spec == "auto" else {}
+        run = Run(spec, **options)
+        run.train(0, 6)
+        one = {"states": [run.handle.state_dict()]}
+        lc.AllRanks(run.handle).load_state_dict(copy.deepcopy(one))
+        run.train(6, 8)
+        found[spec] = equal_everywhere(run.model)
+    return found
+
+
+def forgotten_moments(rank: int) -> dict[str, tuple[str, str]]:
+    """One rank has no optimizer state, as after a checkpoint that another one did not load."""
+    found = {}
+    for case, first in {"from the start": 0, "later": 6}.items():
+        run = Run(timeout_s=8.0)
+        run.train(0, first)
+        if not first and rank == 0:
+            for parameter in run.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            run.optimizer.step()
+        if first and rank == 1:
+            run.optimizer.state.clear()
+        try:
+            run.train(first, 30)
+        except lc.LaconicError as error:
+            found[case] = type(error).__name__, str(error)
+    return found
+
+
 def forgets_on_one_rank(rank: int) -> str:
     model = DistributedDataParallel(network())
     try:
@@ -203,6 +257,44 @@ def warns(rank: int) -> dict[str, list[str]]:
         with warnings_told() as found[name]:
             lc.SSD(make(model), model, codec=spec).close()
     return found
+
+
+def warns_of_a_stranger(rank: int) -> dict[str, list[str]]:
+    """The optimizer that was given steps other parameters, or has its moments elsewhere."""
+    found = {}
+    for name, kept in {"stranger": False, "own": True}.items():
+        model = DistributedDataParallel(network())
+        stepped, other = adamw(model), adamw(network())
+        with warnings_told() as found[name]:
+            lc.compress(model, "ecdq:error=0.08", optimizer=stepped if kept else other)
+            for step in range(3):
+                x, y = batch(rank, step)
+                nn.functional.cross_entropy(model(x), y).backward()
+                stepped.step()
+    return found
+
+
+def one_by_one(rank: int) -> float:
+    """A compiled DDP hands over gradients one by one, here of a kernel that is channels_last."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(64, 64, 3, bias=False)
+    layer.weight.data = layer.weight.data.to(memory_format=torch.channels_last)
+    model = DistributedDataParallel(layer)
+    optimizer, weight = adamw(model), layer.weight
+    handle: Any = lc.compress(model, "ecdq:error=0.08", optimizer=optimizer)
+    sizes, errors = torch.logspace(-0.5, 0.5, 64).view(1, 64, 1, 1), 0.0
+    for step in range(20):
+        draw = torch.Generator().manual_seed(step)
+        gradient = torch.randn(64, 64, 3, 3, generator=draw) * sizes
+        weight.grad = gradient.to(memory_format=torch.channels_last)
+        exact = weight.grad.clone()
+        comm_hook(handle, (weight.grad, weight))  # pyright: ignore[reportArgumentType]
+        if step >= 10:
+            scale = optimizer.state[weight]["exp_avg_sq"].sqrt()
+            error = ((weight.grad - exact) / scale).square().sum()
+            errors += float(error / (exact / scale).square().sum()) / 10
+        optimizer.step()
+    return errors
 
 
 def auto(rank: int) -> dict[str, Any]:
@@ -244,8 +336,13 @@ JOBS = [
     cold_start,
     leaves_sgd_alone,
     drifts,
+    forgotten_moments,
+    with_and_without,
+    other_number_of_ranks,
     forgets_on_one_rank,
     warns,
+    one_by_one,
+    warns_of_a_stranger,
     auto,
     several,
 ]
@@ -294,6 +391,28 @@ def test_moments_that_differ_are_found_and_named(found: ranks.Answers) -> None:
         assert "second moments" in said and "rank 1" in said, said
 
 
+def test_memories_change_their_units_with_the_run(found: ranks.Answers) -> None:
+    for rank in range(RANKS):
+        answers = found[rank, "with_and_without"]
+        for units in (False, True):
+            own, other = answers[f"units: {units}"]
+            assert 0.5 * own < other < 2 * own, answers
+        assert answers["back to the start"]
+
+
+def test_states_with_units_resume_on_other_numbers_of_ranks(found: ranks.Answers) -> None:
+    for rank in range(RANKS):
+        assert all(found[rank, "other_number_of_ranks"].values())
+
+
+def test_moments_that_one_rank_lacks_are_found(found: ranks.Answers) -> None:
+    """Before ranks wait for each other: one would send plain gradients, the other encoded ones."""
+    for rank in range(RANKS):
+        for case in ("from the start", "later"):
+            kind, said = found[rank, "forgotten_moments"][case]
+            assert kind == "ReplicaError" and "second moments" in said, (case, said)
+
+
 def test_ranks_agree_whether_an_optimizer_is_given(found: ranks.Answers) -> None:
     for rank in range(RANKS):
         assert "optimizer" in found[rank, "forgets_on_one_rank"]
@@ -308,6 +427,16 @@ def test_one_warning_where_an_optimizer_is_missing(found: ranks.Answers) -> None
     quiet = ("told", "sgd", "blocks", "steps", "ssd, steps", "ssd, sgd")
     assert not any(told[name] for name in quiet), told
     assert not any(found[1, "warns"].values())
+
+
+def test_a_warning_where_the_optimizer_is_another_one(found: ranks.Answers) -> None:
+    told = found[0, "warns_of_a_stranger"]
+    assert len(told["stranger"]) == 1 and not told["own"], told
+    assert "without moments" in told["stranger"][0] and "block=4096" in told["stranger"][0]
+
+
+def test_gradients_one_by_one_meet_their_own_units(found: ranks.Answers) -> None:
+    assert 0.04 < found[0, "one_by_one"] < 0.12, found[0, "one_by_one"]
 
 
 def test_auto_measures_and_trains_in_the_same_units(found: ranks.Answers) -> None:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,6 +60,7 @@ _MOST_ERROR = 5.0  # above it all w are alike
 _BIAS = 1023  # of exponents in fp64
 _PART = 1 << 15  # values whose intermediate results fit a core's cache
 _TINY = 1e-30
+NO_UNITS: dict[str, Any] = {"next": 0, "waited": 0, "exponents": {}}  # a state before any
 
 
 @dataclass(frozen=True)
@@ -93,49 +94,60 @@ class Preconditioner:
         self._made = threading.Event()  # False while a snapshot is under way, in another thread
         self._made.set()
 
-    def allow(self, error: float) -> None:
-        """Say that some codec has this error budget: the largest sets the floor."""
-        self._error = max(self._error, error)
+    def allow(self, error: float | None) -> None:
+        """Say that some codec has this error budget, or none: the largest sets the floor."""
+        self._error = max(self._error, error or _USUAL)
 
     def listen(self, listener: Callable[[int, Tensor], None]) -> None:
         """Have a method called with a parameter and how much its exponents have grown."""
         self._listeners.append(weakref.WeakMethod(listener))
+
+    def reads(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the optimizers that were given have second moments of any of these."""
+        moments = self._second_moments()
+        return any(id(one) in moments and moments[id(one)]() is not None for one in parameters)
 
     def due(self, step: int) -> bool:
         """Whether a snapshot is to be made before this step's gradients are encoded."""
         return self._made.is_set() and step >= self._next
 
     def begin(self) -> None:
-        """Say that `refresh` is about to be called, perhaps in another thread: all wait for it."""
+        """Say that `refresh` is about to be called, perhaps in another thread: all wait for `end`.
+
+        Until then nobody encodes, so that ranks can compare what they have made.
+        """
         self._made.clear()
+
+    def end(self, *, agreed: bool) -> None:
+        """All may go on; without agreement gradients travel uncompressed, on all ranks alike."""
+        self._cold = self._cold or not agreed
+        self._made.set()
 
     def refresh(self, step: int, parameters: Mapping[int, Tensor]) -> Tensor | None:
         """Make a snapshot of `parameters`, by number; its digest, or None if there is none.
 
         Listeners, who remember values in the units that were, are told how much exponents grew.
         """
-        try:
-            return self._refresh(step, parameters)
-        finally:
-            self._made.set()
-
-    def _refresh(self, step: int, parameters: Mapping[int, Tensor]) -> Tensor | None:
         before, self._units = self._units, {}
         moments = self._second_moments()
         for number, parameter in parameters.items():
             read = moments.get(id(parameter))
             found = None if read is None or not parameter.numel() else read()
-            if found is not None:
+            if found is not None and found.v.numel() == parameter.numel():
                 order = parameter.dim_order()
                 self._units[number] = units = _units(found, _floor(self._error), order)
                 self._tell(number, units.exponents, before.get(number))
+        for number in before.keys() - self._units.keys():  # its moments are gone: back to w = 1
+            lost = before[number]
+            self._tell(number, torch.zeros_like(lost.exponents), lost)
         if not self._units:
-            idle = any(not one.state and divides(one) for one in self._optimizers)
+            idle = any(_unstepped(one) and divides(one) for one in self._optimizers)
             self._waited += idle
-            self._cold, self._next = idle and self._waited <= _COLD, step + 1
+            self._cold = idle and self._waited <= _COLD
+            self._next = step + (1 if idle else _gap(step))
             return None
         self._cold = False
-        self._next = step + max(1, min(_EVERY, step // _GROWTH))
+        self._next = step + _gap(step)
         return digest(units.exponents for units in self._units.values())
 
     def _tell(self, number: int, now: Tensor, before: Units | None) -> None:
@@ -154,6 +166,11 @@ class Preconditioner:
         this ends soon.
         """
         self._made.wait()
+        return self._cold
+
+    @property
+    def undecided(self) -> bool:
+        """`cold`, for whoever makes the snapshot that all others wait for."""
         return self._cold
 
     def units(self, number: int) -> Units | None:
@@ -221,17 +238,22 @@ def second_moment(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondM
     """What an optimizer of torch's (or Transformers' Adafactor) divides by, from its state.
 
     Told by the names of what the state holds, so that optimizers written after Adam's example are
-    known, too. None where there is no second moment.
+    known, too. None where there is no second moment, or none yet.
     """
     found = next((read for key, read in _READERS.items() if key in state), None)
     return None if found is None else found(group, state)
 
 
 def _adam(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
-    beta = group["betas"][1]
-    left = 1 - beta ** state["step"]  # a tensor on the device where the step is one
     v = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-    return SecondMoment(v, steps=left / (1 - beta), epsilon=group["eps"], factor=1 / left)
+    epsilon = group.get("eps", 0.0)
+    epsilon = epsilon if isinstance(epsilon, float) else 0.0  # Adafactor's are two
+    step = state.get("step", group.get("step"))  # Apex counts steps of groups
+    if "betas" not in group or step is None:  # Adafactor's vectors: corrected already
+        return SecondMoment(v, steps=math.inf, epsilon=epsilon)
+    beta = group["betas"][1]
+    left = 1 - beta**step  # a tensor on the device where the step is one
+    return SecondMoment(v, steps=left / (1 - beta), epsilon=epsilon, factor=1 / left)
 
 
 def _adamax(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
@@ -251,16 +273,32 @@ def _adadelta(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMomen
     return SecondMoment(v, steps=1 / (1 - group["rho"]))
 
 
-def _adagrad(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
+def _adagrad(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment | None:
+    if _fresh(state):
+        return None
     return SecondMoment(state["sum"], steps=state["step"], epsilon=group["eps"])
 
 
-def _factored(row: str, column: str) -> Callable[..., SecondMoment]:
-    """Adafactor's: a mean of each row and of each column, and v = row·column/mean(row)."""
+def _fresh(state: Mapping[str, Any]) -> bool:
+    """Whether this is Adagrad's state as it is made, before any step."""
+    step = state.get("step", 1)
+    on_host = not isinstance(step, Tensor) or step.device.type == "cpu"
+    return "sum" in state and on_host and not step
+
+
+def _unstepped(optimizer: Any) -> bool:
+    return all(_fresh(state) for state in optimizer.state.values())
+
+
+def _factored(row: str, column: str, *, keeps: bool) -> Callable[..., SecondMoment]:
+    """Adafactor's: a mean of each row and of each column, and v = row·column/mean(row).
+
+    torch `keeps` the dimension that a mean is taken over.
+    """
 
     def read(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment:
         rows, columns = state[row].float(), state[column].float()
-        if rows.dim() == columns.dim() and rows.shape[-1] == 1:  # torch keeps dimensions
+        if keeps:
             rows, columns = rows.squeeze(-1), columns.squeeze(-2)
         mean = rows.double().mean(-1, keepdim=True).float().clamp(min=_TINY)
         v = (rows / mean).unsqueeze(-1) * columns.unsqueeze(-2)
@@ -269,14 +307,15 @@ def _factored(row: str, column: str) -> Callable[..., SecondMoment]:
     return read
 
 
-_READERS: dict[str, Callable[..., SecondMoment]] = {
+_READERS: dict[str, Callable[..., SecondMoment | None]] = {
     "exp_avg_sq": _adam,
     "exp_inf": _adamax,
     "acc_delta": _adadelta,
     "square_avg": _rmsprop,
     "sum": _adagrad,
-    "row_var": _factored("row_var", "col_var"),
-    "exp_avg_sq_row": _factored("exp_avg_sq_row", "exp_avg_sq_col"),
+    "variance": lambda _, state: SecondMoment(state["variance"], steps=math.inf),
+    "row_var": _factored("row_var", "col_var", keeps=True),
+    "exp_avg_sq_row": _factored("exp_avg_sq_row", "exp_avg_sq_col", keeps=False),
 }
 
 
@@ -328,6 +367,11 @@ def _power(exponents: Tensor) -> Tensor:
 def _square(exponents: Tensor) -> Tensor:
     """4^e in fp64, from its bits."""
     return exponents.long().mul_(2).add_(_BIAS).bitwise_left_shift_(52).view(torch.float64)
+
+
+def _gap(step: int) -> int:
+    """Steps until the next snapshot."""
+    return max(1, min(_EVERY, step // _GROWTH))
 
 
 def _floor(error: float) -> float:

@@ -68,7 +68,7 @@ def compress(
             **common,
         )
         model.register_comm_hook(state, comm_hook)
-        if optimizer is None and state.codec.even_noise:
+        if state.codec.even_noise:
             _watch_optimizers(state)
         if not state.encodes and str(state.codec) != "none" and dist.get_rank() == 0:
             _log.warning(
@@ -106,7 +106,7 @@ def _watch_optimizers(state: HookState | FSDPHandle) -> None:
 def _look(optimizer: Any, *_: Any) -> None:
     for state in [one for one in _watched if one.trains(optimizer)]:
         _watched.discard(state)
-        if is_adaptive(optimizer) and own_rank() == 0:
+        if is_adaptive(optimizer) and not state.knows_units(optimizer) and own_rank() == 0:
             _log.warning(amplified(optimizer, state.codec, state.against_amplifying))
 
 

@@ -66,13 +66,22 @@ def renew_units(state: HookState, buffer: Tensor, step: int) -> None:
     if units is not None and state.units_due(step):
         units.begin()
         lane = state.lanes[0]
-        start(lane, buffer.new_empty(0), partial(_renew, state, lane, step))
+        start(lane, buffer.new_empty(0), partial(_renew, state, units, lane, step, buffer.device))
 
 
-def _renew(state: HookState, lane: Lane, step: int) -> None:
-    found = state.renew_units(step)
-    if found is not None:
+def _renew(
+    state: HookState, units: Preconditioner, lane: Lane, step: int, device: torch.device
+) -> None:
+    """All ranks compare, also those without units: others may have some, and would wait."""
+    agreed = False
+    try:
+        found = state.renew_units(step)
+        if found is None:
+            found = torch.full((), int(units.undecided), dtype=torch.int64, device=device)
         compare(found, lane.group, step, _UNITS)
+        agreed = True
+    finally:
+        units.end(agreed=agreed)
 
 
 # DDP compares these with the objects themselves, which postponed annotations are not
@@ -104,6 +113,8 @@ def raise_after_backward(lanes: Sequence[Lane]) -> None:
 
 def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future[Tensor]:
     """Without buckets: one parameter's gradient becomes its mean, in place, before this returns."""
+    if not parameter.numel():
+        return _done(gradient)
     plan = state.plan([parameter])
     number = (plan.plain or plan.loads[0].pieces)[0].number
     step = state.turns.get(number, 0)
@@ -111,9 +122,12 @@ def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future
     state.step = max(state.step, step + 1)
     if state.alone:
         return _done(gradient)
-    if state.units_due(step):
-        _renew(state, state.lanes[0], step)
-    real = torch.view_as_real(gradient.detach()) if gradient.is_complex() else gradient.detach()
+    units = state.preconditioner
+    if units is not None and state.units_due(step):
+        units.begin()
+        _renew(state, units, state.lanes[0], step, gradient.device)
+    own = gradient.detach().permute(parameter.dim_order())  # units follow the parameter's memory
+    real = torch.view_as_real(own) if own.is_complex() else own
     flat = real.contiguous().view(-1)
     _exchange(state, state.lanes[0], flat, plan, step)
     if flat.data_ptr() != real.data_ptr():

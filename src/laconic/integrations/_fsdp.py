@@ -94,6 +94,10 @@ class FSDPHandle:
         own = set() if model is None else {id(one) for one in model.parameters()}
         return any(id(one) in own for group in optimizer.param_groups for one in group["params"])
 
+    def knows_units(self, optimizer: Any) -> bool:
+        """Never: ranks have second moments of their own shards."""
+        return False
+
     def stats(self) -> Stats:
         """Bytes and times so far, of what is encoded: gradients, and weights if asked."""
         return Stats(

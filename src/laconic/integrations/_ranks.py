@@ -15,6 +15,7 @@ from laconic.errors import ConfigError
 from laconic.integrations._per_rank import DTYPES, HasState, as_bytes, built, forms, plain, seat
 
 _log = logging.getLogger("laconic")
+_ANY_RANK = ("units", "budget")
 
 
 class AllRanks:
@@ -66,10 +67,19 @@ class AllRanks:
 
 
 def _remembers(state: Any) -> bool:
-    """Whether there are tensors in a state: all that is a rank's own is in such."""
+    """Whether there are tensors in a state: all that is a rank's own is in such.
+
+    What any rank may load does not count: an optimizer's units, and what errors were.
+    """
     tensors: list[Tensor] = []
-    plain(state, tensors)
+    plain(_own(state), tensors)
     return bool(tensors)
+
+
+def _own(state: Any) -> Any:
+    if not isinstance(state, Mapping):
+        return state
+    return {name: _own(value) for name, value in state.items() if name not in _ANY_RANK}
 
 
 def _anew(why: str) -> None:

@@ -36,7 +36,12 @@ from laconic.exchanges._ledger import (
 )
 from laconic.exchanges._nested import nesting
 from laconic.exchanges._policy import Chooser, Policy
-from laconic.exchanges._preconditioner import Preconditioner, preconditioner_of
+from laconic.exchanges._preconditioner import (
+    BLOCKS,
+    NO_UNITS,
+    Preconditioner,
+    preconditioner_of,
+)
 from laconic.exchanges._replicas import compare, digest
 from laconic.integrations._bucket_order import BucketOrder, real_numel
 from laconic.integrations._choices import Choices, check_warmup, line
@@ -247,7 +252,8 @@ class HookState:
         if self.preconditioner is not None:
             for own, way in self._pairs.values():
                 way.check_units(own)
-                self.preconditioner.allow(own.budget or 0.0)
+                if own.variance_bound(1) != 0:
+                    self.preconditioner.allow(own.budget)
 
     def _changed(self, number: int, growth: Tensor) -> None:
         """A parameter's units have changed: what codecs remember of it has the old ones."""
@@ -257,12 +263,23 @@ class HookState:
     @property
     def against_amplifying(self) -> str:
         """What to do about an optimizer that divides by a second moment."""
+        if self.preconditioner is not None:
+            return f"optimizer= was given one without moments of these parameters; or {BLOCKS}"
         return f"compress(model, {str(self.codec)!r}, optimizer=optimizer) encodes in its own units"
 
     def trains(self, optimizer: Any) -> bool:
         """Whether an optimizer steps any parameter that is encoded."""
+        return bool(self._trained_by(optimizer))
+
+    def knows_units(self, optimizer: Any) -> bool:
+        """Whether those of any parameter that it steps come from the optimizers that were given."""
+        units = self.preconditioner
+        return units is not None and units.reads(self._trained_by(optimizer))
+
+    def _trained_by(self, optimizer: Any) -> list[Tensor]:
         own = {id(one) for one in self._encoded_parameters().values()}
-        return any(id(one) in own for group in optimizer.param_groups for one in group["params"])
+        every = [one for group in optimizer.param_groups for one in group["params"]]
+        return [one for one in every if id(one) in own]
 
     @property
     def cold(self) -> bool:
@@ -425,8 +442,12 @@ class HookState:
             codec.load_state_dict(state["memory"][text])
         self.memory = dict(state.get("exchange memory", {}))  # exchanges take up what is theirs
         load_budget(self.memory, state.get("budget"))
-        if self.preconditioner is not None and state.get("units") is not None:
-            self.preconditioner.load_state_dict(state["units"], self._encoded_parameters())
+        units = state.get("units") or NO_UNITS
+        if self.preconditioner is not None:
+            self.preconditioner.load_state_dict(units, self._encoded_parameters())
+            return
+        for number, exponents in units["exponents"].items():  # back to gradients as they are
+            self._changed(int(number), exponents.neg())
 
     def _remembering(self) -> list[tuple[str, Any]]:
         return [(text, codec) for text, (codec, _) in self._pairs.items() if codec.remembers]
@@ -449,7 +470,8 @@ class HookState:
                 )
             number, text = self._parameters[id(parameter)]
             count = real_numel(parameter)
-            by_text.setdefault(text, []).append(Piece(number, start, count))
+            if count:
+                by_text.setdefault(text, []).append(Piece(number, start, count))
             start += count
         plain = tuple(by_text.pop(None, []))
         loads = [
