@@ -38,7 +38,7 @@ class AllGather(Exchange):
     name: ClassVar[str] = "allgather"
 
     def check(self, codec: Codec) -> None:
-        if codec.name == "ndqsg":
+        if codec.needs_side:
             raise ConfigError(
                 "ndqsg decodes with side information, which allgather does not have; use dqsg"
             )

@@ -54,7 +54,7 @@ class ScatterReduce(Exchange):
     name: ClassVar[str] = "scatter-reduce"
 
     def check(self, codec: Codec) -> None:
-        if codec.name == "ndqsg":
+        if codec.needs_side:
             raise ConfigError(
                 "ndqsg decodes with side information, which scatter-reduce (FSDP's, too) does not "
                 "have: ndqsg@nested has it, under DDP; or use dqsg"
