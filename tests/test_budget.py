@@ -249,6 +249,17 @@ def test_bf16_gradients_fall_back_to_their_own_mean() -> None:
     torch.testing.assert_close(found, mean_of(xs).bfloat16())
 
 
+@pytest.mark.parametrize("spec", ["ecdq:error=0.08", "ecdq:error=0.08@allgather"])
+def test_an_error_makes_no_half_infinite(spec: str) -> None:
+    """Near the largest half, as where GradScaler has just raised its scale."""
+    xs = [(65_000 * (2 * torch.rand(9000) - 1)).half()] * 2
+    with World(spec, 2) as world:
+        found = world.mean(xs, [9000], 0)
+        assert found.isfinite().all() and errors(found, xs, [9000])[0] < 1.3 * E
+        xs[1] = xs[1].clone().index_fill_(0, torch.tensor([5]), torch.inf)
+        assert not world.mean(xs, [9000], 1).isfinite().all()
+
+
 def test_a_resumed_run_ends_at_the_same_bits() -> None:
     def run(world: World, first: int, last: int) -> Tensor:
         steps = [
