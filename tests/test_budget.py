@@ -193,6 +193,22 @@ def test_gradients_that_cancel_keep_the_budget_from_the_first_step_on() -> None:
     assert kappa is not None and kappa == pytest.approx(1e-4, rel=0.5)
 
 
+@pytest.mark.parametrize("spec", ["ecdq:error=0.08", "ecdq:error=0.08@allgather"])
+@pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-21, 1e21, 1e36])
+def test_the_budget_knows_no_units(spec: str, scale: float) -> None:
+    """Squares of such gradients leave the range of fp32; whether they cancel must be seen."""
+    with World(spec, 3) as world:
+        for step in range(2):
+            for kind in ("cancelling", "dense"):
+                xs = [x.mul(scale) for x in gradients(kind, 3, step)]
+                made = errors(world.mean(xs, [xs[0].numel()], 2 * step), xs, [xs[0].numel()])
+                assert max(made) < 1.3 * E
+        found = budget_report(world.memories[0])
+    assert found is not None and found.fallbacks
+    assert found.parameters[0].steps == 4
+    assert found.largest <= LIMIT * E
+
+
 def test_gradients_may_become_independent_from_one_step_to_the_next() -> None:
     """What was known of equal gradients is no licence for the first different ones."""
     made, sent, kappas = [], [], []
@@ -231,6 +247,17 @@ def test_bf16_gradients_fall_back_to_their_own_mean() -> None:
     with World("ecdq:error=0.08", 3) as world:
         found = world.mean(xs, [xs[0].numel()], 0)
     torch.testing.assert_close(found, mean_of(xs).bfloat16())
+
+
+@pytest.mark.parametrize("spec", ["ecdq:error=0.08", "ecdq:error=0.08@allgather"])
+def test_an_error_makes_no_half_infinite(spec: str) -> None:
+    """Near the largest half, as where GradScaler has just raised its scale."""
+    xs = [(65_000 * (2 * torch.rand(9000) - 1)).half()] * 2
+    with World(spec, 2) as world:
+        found = world.mean(xs, [9000], 0)
+        assert found.isfinite().all() and errors(found, xs, [9000])[0] < 1.3 * E
+        xs[1] = xs[1].clone().index_fill_(0, torch.tensor([5]), torch.inf)
+        assert not world.mean(xs, [9000], 1).isfinite().all()
 
 
 def test_a_resumed_run_ends_at_the_same_bits() -> None:

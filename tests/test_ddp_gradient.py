@@ -32,12 +32,15 @@ class Strange(nn.Module):
         self.exact = nn.Parameter(torch.randn(128, 128, dtype=torch.float64))
         self.words = nn.Embedding(200, 128, sparse=True)
         self.nothing = nn.Parameter(torch.zeros(0, 128))
+        self.between = nn.ParameterList([torch.zeros(0, 128), torch.zeros(128, 128)])
 
     def forward(self, x: Tensor, words: Tensor) -> Tensor:
         # times two: DDP divides sparse gradients in place, which would be those of `usual`, too
         y = self.usual(x) + 2 * self.words(words)
         waves = ((y * y).to(torch.complex64) @ self.waves).real
-        return waves.mean() + (y.double() @ self.exact).mean() + self.nothing.sum()
+        empty = self.nothing.sum() + self.between[0].sum()
+        also = (y.detach() @ self.between[1]).mean()
+        return waves.mean() + (y.double() @ self.exact).mean() + empty + also
 
 
 def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
@@ -77,7 +80,7 @@ def strange_parameters(rank: int) -> dict[str, Any]:
             "exact": [
                 name
                 for mine, theirs in zip(got, expected, strict=True)
-                for name in ("waves", "exact", "words.weight", "nothing")
+                for name in ("waves", "exact", "words.weight", "nothing", "between.0")
                 if not torch.allclose(mine[name], theirs[name], rtol=1e-6, atol=0)
             ],
             "error": _distance(got[2], expected[2]),

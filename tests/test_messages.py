@@ -542,13 +542,18 @@ def lost_in_swap(rank: int) -> tuple[str, str]:
     return attempt(rank, "dqsg:bits=4@scatter-reduce", leaves=rank == 2)
 
 
+def lost_with_lengths(rank: int) -> tuple[str, str]:
+    return attempt(rank, "ecdq:error=0.05@scatter-reduce", leaves=rank == 2)
+
+
 def lost_in_ring(rank: int) -> tuple[str, str]:
     return attempt(rank, "global:bits=4@ring", leaves=rank == 2)
 
 
 def test_gloo_s_own_ranks(tmp_path: Path) -> None:
     """Nobody hangs, and those who saw it say who was at another step, or is gone."""
-    jobs = (behind, behind_with_lengths, lost_in_swap, lost_in_ring)
+    lost = (lost_in_swap, lost_with_lengths, lost_in_ring)
+    jobs = (behind, behind_with_lengths, *lost)
     ranks.alone(lambda group: attempt(0, "dqsg:bits=4@scatter-reduce"), tmp_path)
     answers = ranks.run(jobs, RANKS, tmp_path)
     for name in ("behind", "behind_with_lengths"):
@@ -556,7 +561,7 @@ def test_gloo_s_own_ranks(tmp_path: Path) -> None:
         assert all(kind in ("WireError", "LostError") for kind, _ in found), found
         said = f"rank 2 sent step {STEP - 1}, this rank is at step {STEP}"
         assert any(said in text for _, text in found), found
-    for name in ("lost_in_swap", "lost_in_ring"):
+    for name in (job.__name__ for job in lost):
         found = [answers[rank, name] for rank in range(RANKS - 1)]
         assert all(kind == "LostError" for kind, _ in found), found
         assert all("[RuntimeError" in text for _, text in found), found

@@ -432,6 +432,9 @@ def test_pairs() -> None:
         pair("ndqsg:levels=1")
     with pytest.raises(lc.ConfigError, match="ndqsg@nested"):
         pair("ndqsg@scatter-reduce")
+    for text in ("feedback(ndqsg)", "rotate(ndqsg)", "feedback(rotate(ndqsg))@allgather"):
+        with pytest.raises(lc.ConfigError, match="side information"):  # inside of wrappers, too
+            pair(text)
 
 
 @pytest.mark.parametrize(

@@ -443,7 +443,7 @@ def one_file(rank: int) -> dict[str, Any]:
     found["rank 1's"] = said(lambda: lc.AllRanks(again).load_state_dict({}))
     codec = local(codec="none")(Net(9))
     found["codec"] = said(lambda: lc.AllRanks(codec).load_state_dict(every[0]))
-    for spec in ("feedback(qsgd:bits=2)", "dqsg:bits=4"):
+    for spec in ("feedback(qsgd:bits=2)", "ndqsg@nested", "dqsg:bits=4", "ecdq:error=0.08"):
         ddp = DistributedDataParallel(nn.Linear(200, 200))
         handle = lc.compress(ddp, spec)
         for _ in range(3):
@@ -525,9 +525,10 @@ def test_one_file_holds_every_ranks_state(files: ranks.Answers) -> None:
         assert (
             "codec feedback(dqsg:bits=3,levels=3,block=512,coder=fixed), not none" in told["codec"]
         )
-        assert "Resume on 2 ranks" in told["feedback(qsgd:bits=2)"]
-        assert told["feedback(qsgd:bits=2) steps"] == 0
-        assert (told["dqsg:bits=4"], told["dqsg:bits=4 steps"]) == ("", 3)
+        for spec in ("feedback(qsgd:bits=2)", "ndqsg@nested"):
+            assert "Resume on 2 ranks" in told[spec] and told[f"{spec} steps"] == 0
+        for spec in ("dqsg:bits=4", "ecdq:error=0.08"):
+            assert (told[spec], told[f"{spec} steps"]) == ("", 3)
 
 
 # In one process

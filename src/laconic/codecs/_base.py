@@ -69,6 +69,11 @@ class Codec(ABC):
         return False
 
     @property
+    def needs_side(self) -> bool:
+        """Whether decoding needs side information."""
+        return False
+
+    @property
     def varies(self) -> bool:
         """Whether the length of a wire depends on the values."""
         return self._header(1, torch.float32, 1, ()).coder != 0

@@ -111,6 +111,10 @@ class Feedback(Codec):
     def even_noise(self) -> bool:
         return self.inner.even_noise
 
+    @property
+    def needs_side(self) -> bool:
+        return self.inner.needs_side
+
     def variance_bound(self, d: int) -> float | None:
         return None
 

@@ -87,6 +87,10 @@ class NDQSG(Codec):
         """Width of a code: ρ symbols."""
         return max(2, math.ceil(math.log2(self.ratio)))
 
+    @property
+    def needs_side(self) -> bool:
+        return True
+
     def checks(self, numel: int) -> int:
         """Number of check bytes, and of entries in `failed`."""
         return checks(numel)

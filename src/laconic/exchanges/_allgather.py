@@ -38,26 +38,26 @@ class AllGather(Exchange):
     name: ClassVar[str] = "allgather"
 
     def check(self, codec: Codec) -> None:
-        if codec.name == "ndqsg":
+        if codec.needs_side:
             raise ConfigError(
                 "ndqsg decodes with side information, which allgather does not have; use dqsg"
             )
 
     def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
-        n, places = call.size, call.inside(0, x.numel())
+        places = call.inside(0, x.numel())
         plain = no_values(x) if rest is None else rest
         account = Account.of(codec, call, [places], [x.numel()], ALONE, own_exact=False)
         if account is None:
             self._mean(x, codec, call, places, plain)
             return
         (sent,) = account.with_room([plain], [0])
-        spending = {"shares": account.shares(0), "spent": sent[plain.numel() :]}
+        spending = {"shares": account.shares(0), "spent": account.room("spent", 0, x.device)}
         total = call.scratch.take("sum", x.numel(), x.device, torch.float32)
-        self._mean(x, codec, call, places, sent, out=total, **spending)
-        plain.copy_(sent[: plain.numel()])
-        account.settle_alone(sent[plain.numel() :] / n, total)
+        first = self._mean(x, codec, call, places, plain, sent=sent, out=total, **spending)
+        account.settle_alone(first, total)
+        most = torch.finfo(x.dtype).max  # no mean is larger, its error may be; NaN stays
         with account.exact([x], [x]):
-            x.copy_(total)
+            x.copy_(total.clamp_(-most, most))
 
     def _mean(
         self,
@@ -66,18 +66,29 @@ class AllGather(Exchange):
         call: Call,
         places: Sequence[Place],
         plain: Tensor,
+        sent: Tensor | None = None,
         out: Tensor | None = None,
         **spending: Any,
-    ) -> None:
-        """The mean, in `out` or in place; that of plain values in place."""
-        n, out, dtype = call.size, x if out is None else out, x.dtype
+    ) -> Tensor:
+        """The mean, in `out` or in place; that of plain values in place.
+
+        `sent` has the plain values, and room behind them for what was spent: E1 of all ranks is
+        the result.
+        """
+        n, out, dtype, count = call.size, x if out is None else out, x.dtype, plain.numel()
         mine = encode(codec, x, call.key(call.rank), places, call, **spending)
+        sent = plain if sent is None else sent
+        if "spent" in spending:
+            sent[count:].copy_(spending["spent"].sqrt())
+        spent = torch.zeros(sent.numel() - count, dtype=torch.float64, device=x.device)
         sizes = Sizes.of(codec, [x.numel()] * n, [places] * n, dtype)
-        arrived = share(Message.of(mine, plain), call, sizes, [plain.numel()] * n)
+        arrived = share(Message.of(mine, sent), call, sizes, [sent.numel()] * n)
         for i, message in enumerate(arrived):
             key = call.key(i)
             decode(codec, message.wire, out, key, places, dtype, call, add=i > 0, weight=1 / n)
             if i == 0:
-                torch.mul(message.rest, 1 / n, out=plain)
+                torch.mul(message.rest[:count], 1 / n, out=plain)
             else:
-                plain.add_(message.rest, alpha=1 / n)
+                plain.add_(message.rest[:count], alpha=1 / n)
+            spent.add_(message.rest[count:].double().square(), alpha=1 / n**2)
+        return spent

@@ -9,6 +9,9 @@ an encoding is known exactly (`spent`).
 
 These sums reach all ranks with the lengths of wires. A parameter with E1 + E2 > 1.1·E·T has broken
 its budget: its values are added up once more, in fp32, and that mean replaces the decoded one.
+
+Squares of fp32 values leave the range of fp32, so ranks send roots of what they spent, and squares
+are fp64.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ LIMIT = 1.1  # of the budget, in expectation: more has broken it
 FIRST, ALONE = 0.4, 0.9  # of the budget, for first encodings: with owners' after them, and without
 _HALF = 0.5
 _GRAIN = 64
+_SAFE = 2.0**-30, 2.0**60  # norms between these have lost nothing that counts in fp32
 _BACK_LEAST, _BACK_MOST = 0.125, 0.75  # of the budget, for owners
 
 
@@ -135,15 +139,12 @@ class Account:
         return after
 
     def room(self, name: str, chunk: int, device: torch.device) -> Tensor:
-        """A number of each segment of a chunk."""
-        return self.call.scratch.take(name, len(self.parts.rows[chunk]), device)
+        """A number of each segment of a chunk, in fp64."""
+        return self.call.scratch.take(name, len(self.parts.rows[chunk]), device, torch.float64)
 
     def squares(self, chunk: int, x: Tensor) -> Tensor:
-        """‖x‖² of each segment."""
-        norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
-            self.parts.split(chunk, x)
-        )
-        return torch.stack(list(norms)).float().square()
+        """‖x‖² of each segment, in fp64."""
+        return squares_of(self.parts.split(chunk, x))
 
     def back(self, first: Tensor, squares: Tensor) -> Tensor:
         """Shares of the budget for an owner's encoding: what the first ones have left of it.
@@ -170,13 +171,14 @@ class Account:
 
     def settle(self, first: Numbers, second: Numbers, squares: Numbers) -> None:
         """E1, E2 and M of every parameter, the same on all ranks: remember, and judge."""
-        true = np.maximum(squares - first, 0)
-        spent, told = first + second, np.isfinite(first + second + squares)
+        spent, told = first + second, np.isfinite(squares)
         with np.errstate(all="ignore"):
-            over = told & (spent > LIMIT * self.budget * true)
+            true = np.maximum(squares - first, 0)
+            over = told & ~(spent <= LIMIT * self.budget * true)  # a root may have overflowed
             self.broken = over & self._promised
             demand = self.first * self.budget * self._factors * true / first
             error = np.where(self.broken, 0.0, spent / true)  # 0/0 tells nothing
+        told &= np.isfinite(spent)
         demand = np.where(told & (first > 0), demand, np.nan)
         self._ledger.record(
             self.parts.parameters,
@@ -269,6 +271,24 @@ class Account:
         """Sums over chunks, from owners' numbers of each of their segments."""
         values = [own[: len(rows)] for own, rows in zip(found, self.parts.rows, strict=True)]
         return self.parts.summed(range(len(values)), np.concatenate(values))
+
+
+def squares_of(parts: Sequence[Tensor]) -> Tensor:
+    """‖x‖² of each part, in fp64.
+
+    On the CPU a pass in fp64 takes many times as long as one in fp32, which only values too small
+    or too large for their squares need.
+    """
+    on_host, wide = parts[0].device.type == "cpu", {"dtype": torch.float64}
+    norms = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
+        list(parts), 2, **({} if on_host else wide)
+    )
+    found = torch.stack(list(norms)).double()
+    if on_host:
+        for row, norm in enumerate(found.tolist()):
+            if not _SAFE[0] < norm < _SAFE[1] and torch.linalg.vector_norm(parts[row], torch.inf):
+                found[row] = torch.linalg.vector_norm(parts[row], **wide)
+    return found.square()
 
 
 def typical_shares(ranks: int, kappa: float) -> tuple[float, float]:

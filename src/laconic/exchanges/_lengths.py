@@ -13,6 +13,7 @@ from laconic.exchanges._base import Call
 from laconic.exchanges._device_frame import announce_on_device
 from laconic.exchanges._frame import FRAME_BYTES, Kind, Name, announce, announced
 from laconic.exchanges._lost import talking
+from laconic.exchanges._turns import one_after_another, takes_turns
 from laconic.exchanges._wires import Sizes
 
 # torch 2.13 calls it all_gather_single, and warns of the older name
@@ -31,8 +32,12 @@ def swap_lengths(
     frames = call.scratch.take("lengths", 2 * n * FRAME_BYTES, device, torch.uint8)
     mine, theirs = frames.split(n * FRAME_BYTES)
     _announce(lengths, mine, call, [Name(Kind.SIZES, call.rank, j) for j in range(n)])
-    with call.traffic.sending(FRAME_BYTES * (n - 1)), talking(call):
-        dist.all_to_all_single(theirs, mine, group=call.group)
+    with call.traffic.sending(FRAME_BYTES * (n - 1)):
+        if takes_turns(call, device):
+            one_after_another(theirs.split(FRAME_BYTES), mine.split(FRAME_BYTES), call)
+        else:
+            with talking(call):
+                dist.all_to_all_single(theirs, mine, group=call.group)
     own, other = frames.to(_HOST).split(n * FRAME_BYTES)
     out = [announced(one, call, Name(Kind.SIZES, call.rank, j)) for j, one in _each(own)]
     return out, _checked(other, call, most, call.rank)

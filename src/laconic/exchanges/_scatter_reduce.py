@@ -39,7 +39,7 @@ class ScatterReduce(Exchange):
 
     4. The first encodings get e1 = 0.4·f·E, f being the n·κ to count on: what the steps before
        tell, with a margin, and 1 (less for small parameters) where they tell nothing.
-    5. What they spend, an exact expectation, travels with them (one fp32 number per segment). The
+    5. What they spend, an exact expectation, travels with them (its root, fp32, per segment). The
        owner gives its own encoding what they have left of the budget, E·T - E1, from an eighth to
        three quarters of E·‖S‖².
     6. The owners' sums travel with the lengths of their wires, so all ranks know E1, E2 and T, the
@@ -54,7 +54,7 @@ class ScatterReduce(Exchange):
     name: ClassVar[str] = "scatter-reduce"
 
     def check(self, codec: Codec) -> None:
-        if codec.name == "ndqsg":
+        if codec.needs_side:
             raise ConfigError(
                 "ndqsg decodes with side information, which scatter-reduce (FSDP's, too) does not "
                 "have: ndqsg@nested has it, under DDP; or use dqsg"
@@ -101,8 +101,11 @@ def scatter(
         if j != rank and chunk.numel():
             spending = {}
             if account is not None:
-                spending = {"shares": account.shares(j), "spent": plain[rest[j].numel() :]}
+                room = account.room("spent", j, out.device)
+                spending = {"shares": account.shares(j), "spent": room}
             wire = encode(codec, chunk, call.key(rank, j), places[j], call, **spending)
+            if spending:
+                plain[rest[j].numel() :].copy_(spending["spent"].sqrt())
         messages.append(Message.of(wire, plain if j != rank else plain[:0]))
     here = [0 if i == rank else out.numel() for i in range(n)]
     plain_here = [0 if i == rank else with_spent[rank].numel() for i in range(n)]
@@ -110,14 +113,15 @@ def scatter(
     arriving = swap(messages, call, sizes, plain_here)
     out.copy_(chunks[rank]).mul_(1 / n)  # in fp32 before it is weighed
     torch.mul(rest[rank], 1 / n, out=rest_out)
-    spent = torch.zeros(with_spent[rank].numel() - rest_out.numel(), device=out.device)
+    count, exact = with_spent[rank].numel() - rest_out.numel(), torch.float64
+    spent = torch.zeros(count, dtype=exact, device=out.device)
     for i, message in enumerate(arriving):
         if here[i]:
             key = call.key(i, rank)
             decode(codec, message.wire, out, key, places[rank], dtype, call, add=True, weight=1 / n)
         if plain_here[i]:
             rest_out.add_(message.rest[: rest_out.numel()], alpha=1 / n)
-            spent.add_(message.rest[rest_out.numel() :], alpha=1 / n**2)
+            spent.add_(message.rest[rest_out.numel() :].double().square(), alpha=1 / n**2)
     return spent
 
 

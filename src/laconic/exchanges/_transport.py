@@ -27,6 +27,7 @@ from laconic.exchanges._lengths import (
     swap_lengths,
 )
 from laconic.exchanges._lost import talking
+from laconic.exchanges._turns import one_after_another, takes_turns
 from laconic.exchanges._wires import Sizes, chunks_of
 
 __all__ = [
@@ -127,8 +128,8 @@ def swap(
         _fill(target, message)
     _seal([(one, Name(kind, rank, j)) for j, one in enumerate(leaving)], call)
     with call.traffic.sending(sum(out) - out[rank]):
-        if _in_turn(call, device):
-            _one_after_another(arriving, leaving, call)
+        if takes_turns(call, device):
+            one_after_another(arriving, leaving, call)
         else:
             with talking(call):
                 dist.all_to_all_single(receive, send, room, out, group=call.group)
@@ -150,7 +151,7 @@ def share(
         message = message.cut(wires[call.rank])
     room = [message_bytes(size, count) for size, count in zip(wires, rest, strict=True)]
     name, longest = Name(kind, call.rank), max(room)
-    in_turn = _in_turn(call, device)
+    in_turn = takes_turns(call, device)
     send = call.scratch.take("send", longest, device, torch.uint8)
     mine = send[: room[call.rank]]
     _fill(mine, message)
@@ -160,7 +161,7 @@ def share(
     arriving = list(receive.split(step))
     with call.traffic.sending(step[call.rank] * (n - 1)):
         if in_turn:
-            _one_after_another(arriving, [mine] * n, call)
+            one_after_another(arriving, [mine] * n, call)
         else:
             with talking(call):
                 gather_single(receive, send, group=call.group)
@@ -218,36 +219,6 @@ def _messages(
         values = body[start : start + 4 * count].view(torch.float32)
         found.append(Message(body[:size], values))
     return found
-
-
-def _in_turn(call: Call, device: torch.device) -> bool:
-    """Whether messages go one after another.
-
-    Gloo's own sends to all ranks at once: n - 1 senders meet at every receiver, whose link then
-    loses packets. One after another, the next rank first, a link has about one sender at a time,
-    loses few, and more of its rate is used.
-    """
-    return device.type == "cpu" and dist.get_backend(call.group) == "gloo"
-
-
-def _one_after_another(arriving: Sequence[Tensor], leaving: Sequence[Tensor], call: Call) -> None:
-    """leaving[j] to rank j, arriving[i] from rank i."""
-    n, rank, group = call.size, call.rank, call.group
-    arriving[rank].copy_(leaving[rank])
-    before, behind = ([(rank + way * k) % n for k in range(1, n)] for way in (-1, 1))
-    awaited = []
-    for i in before:
-        if arriving[i].numel():
-            arriving[i][:FRAME_BYTES].zero_()  # what was here before is no frame of anybody's
-            with talking(call, i):
-                awaited.append((i, group.recv([arriving[i]], i, 0)))
-    for j in behind:
-        if leaving[j].numel():
-            with talking(call, j):
-                group.send([leaving[j]], j, 0).wait()
-    for i, work in awaited:
-        with talking(call, i):
-            work.wait()
 
 
 def sum_in_place(payload: Tensor, call: Call) -> None:

@@ -62,6 +62,9 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+OWN = "memory", "exchange memory"  # in a handle's state: what only one rank remembers
+
+
 def check_own(state: Mapping[str, Any], *memories: str) -> None:
     """ConfigError if the state remembers something, and another rank does."""
     owner = state.get("rank", own_rank())

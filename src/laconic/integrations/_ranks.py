@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import ConfigError
+from laconic.integrations._common import OWN
 from laconic.integrations._per_rank import DTYPES, HasState, as_bytes, built, forms, plain, seat
 
 _log = logging.getLogger("laconic")
-_ANY_RANK = ("units", "budget")
 
 
 class AllRanks:
@@ -53,8 +53,8 @@ class AllRanks:
             saved = f"{len(states)} rank{'s' if len(states) > 1 else ''}"
             raise ConfigError(
                 f"the state is of {saved}, and here are {size}; what it remembers is each rank's "
-                f"own. Resume on {saved}, or leave this state out: what error feedback has not yet "
-                "sent is then lost"
+                f"own. Resume on {saved}, or leave this state out: what ranks remember, such as "
+                "what error feedback has not yet sent, is then lost"
             )
         own = states[rank % len(states)]  # without memories they differ in nothing that counts
         if "identity" in own:  # a schedule's, which has weights
@@ -66,20 +66,14 @@ class AllRanks:
             _anew(str(problem))
 
 
-def _remembers(state: Any) -> bool:
-    """Whether there are tensors in a state: all that is a rank's own is in such.
-
-    What any rank may load does not count: an optimizer's units, and what errors were.
-    """
+def _remembers(state: Mapping[str, Any]) -> bool:
+    """Whether something in a state is a rank's own: memories of a handle, any tensor of others'."""
+    handle = state.get("hook", state)  # of auto's
+    if "identity" not in state and "codec" in handle:
+        return any(handle.get(name) for name in OWN)  # budgets and units are alike on all ranks
     tensors: list[Tensor] = []
-    plain(_own(state), tensors)
+    plain(state, tensors)
     return bool(tensors)
-
-
-def _own(state: Any) -> Any:
-    if not isinstance(state, Mapping):
-        return state
-    return {name: _own(value) for name, value in state.items() if name not in _ANY_RANK}
 
 
 def _anew(why: str) -> None:

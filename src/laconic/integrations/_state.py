@@ -45,7 +45,7 @@ from laconic.exchanges._preconditioner import (
 from laconic.exchanges._replicas import compare, digest
 from laconic.integrations._bucket_order import BucketOrder, real_numel
 from laconic.integrations._choices import Choices, check_warmup, line
-from laconic.integrations._common import Stats, check_own, check_ranks, own_rank
+from laconic.integrations._common import OWN, Stats, check_own, check_ranks, own_rank
 
 _log = logging.getLogger("laconic")
 _CHECKED_EVERY = 500  # steps between two comparisons of weights
@@ -433,8 +433,8 @@ class HookState:
         """Go on from a state_dict."""
         if state["codec"] != str(self.codec):
             raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
-        check_own(state, "memory", "exchange memory")
-        check_ranks(state, self.ranks, "memory", "exchange memory")
+        check_own(state, *OWN)
+        check_ranks(state, self.ranks, *OWN)
         self.step, self.turns = int(state["step"]), dict(state["turns"])
         if "order" in state:  # older states do not know it: their first step differs in rounding
             self.order.load_state_dict(state["order"])
@@ -501,7 +501,7 @@ def _filled(
 ) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """The pieces, with plain ones between them if these are few and make one run of all."""
     first, last = pieces[0].start, pieces[-1].start + pieces[-1].numel
-    between = tuple(piece for piece in plain if first < piece.start < last)
+    between = tuple(piece for piece in plain if piece.numel and first < piece.start < last)
     added, total = (sum(piece.numel for piece in some) for some in (between, pieces))
     if added + total != last - first or added > _MOST_FILLED * total:
         return tuple(pieces), ()
