@@ -501,7 +501,7 @@ def _filled(
 ) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """The pieces, with plain ones between them if these are few and make one run of all."""
     first, last = pieces[0].start, pieces[-1].start + pieces[-1].numel
-    between = tuple(piece for piece in plain if piece.numel and first < piece.start < last)
+    between = tuple(piece for piece in plain if first < piece.start < last)
     added, total = (sum(piece.numel for piece in some) for some in (between, pieces))
     if added + total != last - first or added > _MOST_FILLED * total:
         return tuple(pieces), ()
