@@ -72,17 +72,22 @@ class Case:
     batch: int = 8  # of one worker
     width: int = 64
     layers: int = 3
+    pairs: bool = False  # tokens are two characters: thousands, most of them rare
 
 
 class Network(nn.Module):
-    """The next character from those before it; the embedding is also the last layer."""
+    """The next token from those before it; the embedding is also the last layer, if `tied`.
 
-    def __init__(self, characters: int, width: int, layers: int) -> None:
+    If not, its gradient has a row for each token of the batch, and zeros.
+    """
+
+    def __init__(self, tokens: int, width: int, layers: int, *, tied: bool) -> None:
         super().__init__()
-        self.characters = nn.Embedding(characters, width)
+        self.tokens = nn.Embedding(tokens, width)
         self.places = nn.Embedding(CONTEXT, width)
         self.layers = nn.Sequential(*(Attention(width, HEADS) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
+        self.out = self.tokens if tied else nn.Embedding(tokens, width)
         for one in self.modules():
             if isinstance(one, nn.Linear | nn.Embedding):
                 nn.init.normal_(one.weight, std=0.02)
@@ -90,8 +95,8 @@ class Network(nn.Module):
                 nn.init.zeros_(one.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.norm(self.layers(self.characters(x) + self.places.weight))
-        return found @ self.characters.weight.T
+        found = self.norm(self.layers(self.tokens(x) + self.places.weight))
+        return found @ self.out.weight.T
 
     def loss(self, rows: Tensor) -> Tensor:
         """Cross-entropy in nats, of rows with one character more than the context."""
@@ -100,22 +105,25 @@ class Network(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Sources of Python's standard library as numbers of characters; the last 5% are held out."""
+    """Sources of Python's standard library as numbers of tokens; the last 5% are held out."""
 
-    characters: int
+    tokens: int
     train: Tensor
     held_out: Tensor
     ahead: Tensor
 
     @staticmethod
     @lru_cache
-    def on(device: str, length: int) -> Data:
-        used, text = library_text(length).long().unique(return_inverse=True)
+    def on(device: str, length: int, pairs: bool = False) -> Data:
+        read = library_text(length).long()
+        if pairs:
+            read = read[: len(read) // 2 * 2].view(-1, 2) @ torch.tensor([256, 1])
+        used, text = read.unique(return_inverse=True)
         train, held_out = text.to(device).tensor_split([len(text) * 19 // 20])
         return Data(len(used), train, held_out, torch.arange(CONTEXT + 1, device=device))
 
     def plan(self, case: Case) -> Tensor:
-        """(steps, workers, batch): where rows of text begin, whatever the strategy."""
+        """(steps, workers, batch): where rows of tokens begin, whatever the strategy."""
         draw = torch.Generator().manual_seed(case.seed + 1000)
         shape, last = (case.steps, case.workers, case.batch), len(self.train) - CONTEXT - 1
         return torch.randint(0, last, shape, generator=draw).to(self.train.device)
@@ -137,7 +145,7 @@ class Workers:
 
     def __init__(self, case: Case, data: Data) -> None:
         torch.manual_seed(case.seed)  # on the CPU, so that weights are the same on any device
-        network = Network(data.characters, case.width, case.layers)
+        network = Network(data.tokens, case.width, case.layers, tied=not case.pairs)
         self.network, self._data = network.to(data.train.device), data
         every = list(self.network.parameters())
         self.encoded = [p for p in every if _is_encoded(p)]
@@ -296,7 +304,7 @@ class Training:
     def __init__(self, case: Case, strategy: Strategy, device: str, length: int = LENGTH) -> None:
         self.start = self.settled = time.perf_counter()
         self.case, self.device, self.spec = case, device, strategy.spec_on(device)
-        self.data = Data.on(device, length)
+        self.data = Data.on(device, length, case.pairs)
         self.workers = workers = Workers(case, self.data)
         self.optimizers = optimizers_of(case, workers.parameters)
         self._freeze = round(strategy.freeze * case.steps)  # the first step that is encoded

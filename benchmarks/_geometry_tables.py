@@ -13,7 +13,7 @@ _OPTIMIZERS = {
     "adafactor": "Adafactor",
     "muon": "Muon",
 }
-_PLACE = ("optimizer", "workers", "steps", "width", "layers", "batch")
+_PLACE = ("optimizer", "workers", "steps", "width", "layers", "batch", "pairs")
 _HEADS = (
     "loss: mean (least to most; seeds)",
     "against plain, %: mean (least to most)",
@@ -39,15 +39,18 @@ def coders(rows: Rows) -> str:
 
 def tables(rows: Rows) -> str:
     """A table for each optimizer, number of workers and of steps."""
-    places = dict.fromkeys(tuple(row[key] for key in _PLACE) for row in rows)
-    found = [[row for row in rows if tuple(row[key] for key in _PLACE) == p] for p in places]
+    places = dict.fromkeys(tuple(row.get(key, False) for key in _PLACE) for row in rows)
+    found = [
+        [row for row in rows if tuple(row.get(key, False) for key in _PLACE) == p] for p in places
+    ]
     return "\n\n".join(_table(own) for own in found)
 
 
 def _table(rows: Rows) -> str:
     first = rows[0]
     name = _OPTIMIZERS[first["optimizer"]]
-    title = f"{name}, {first['workers']} workers, {first['steps']:,} steps:"
+    tokens = ", tokens of two characters" if first.get("pairs") else ""
+    title = f"{name}, {first['workers']} workers, {first['steps']:,} steps{tokens}:"
     lines = [title, "", f"| | {' | '.join(_HEADS)} |", "|---" * (len(_HEADS) + 1) + "|"]
     for rate in sorted({row["rate"] for row in rows}):
         own = [row for row in rows if row["rate"] == rate]

@@ -11,7 +11,8 @@ and the data, whatever the strategy: differences of losses are taken by pairs. S
 gradients as they are, with one step per tensor (uniform) or per 4,096 values (block)
 or 512 (block512), or in the optimizer's units (adam, `exchanges/_preconditioner.py`); frozen ones
 are Adam's after a fifth of the steps, as in 1-bit Adam, and gradients travel in fp32 until then;
-spectral ones are an experiment for Muon (`_spectral.py`).
+spectral ones are an experiment for Muon (`_spectral.py`). With --pairs tokens are pairs of
+characters: about 5,000, most of them rare, in an embedding that is not the last layer.
 
 Without --strategies, --optimizers, --workers or --steps the whole study runs, what matters first;
 with any of them all their combinations, by default every strategy, adamw, 3 workers and 250 steps.
@@ -95,6 +96,7 @@ def study(seeds: Sequence[int]) -> Iterator[Case]:
     yield from cases(OTHERS, ["rmsprop", "adafactor"], [3], [250], seeds)
     yield from cases(("plain", "uniform 0.08", "adam 0.08"), ["sgd"], [3], [250], seeds)
     yield from cases(MUON, ["muon"], [3], [250], seeds)
+    yield from cases((*FIRST, "block 0.08"), ["adamw"], [3], [250], seeds, pairs=True)
     yield from cases((*FIRST, "adam 0.3"), ["adamw"], [3], [1000], seeds)
     yield from cases(LONG, ["adamw"], [3], [3000], seeds)
 
@@ -106,7 +108,7 @@ def cases(
     steps: Iterable[int],
     seeds: Iterable[int],
     rates: Sequence[float] = (),
-    **sizes: int,
+    **sizes: Any,
 ) -> Iterator[Case]:
     """All combinations; of a seed all strategies, then those of the next."""
     for optimizer, n, length, seed in product(optimizers, workers, steps, seeds):
@@ -125,7 +127,8 @@ def cases(
 def chosen(options: argparse.Namespace) -> list[Case]:
     """What the options ask for."""
     named = (options.strategies, options.optimizers, options.workers, options.steps, options.rates)
-    if not any(named) and (options.width, options.layers) == (Case.width, Case.layers):
+    same = (options.width, options.layers) == (Case.width, Case.layers) and not options.pairs
+    if not any(named) and same:
         return list(study(options.seeds))
     found = cases(
         options.strategies or STRATEGIES,
@@ -136,6 +139,7 @@ def chosen(options: argparse.Namespace) -> list[Case]:
         options.rates or (),
         width=options.width,
         layers=options.layers,
+        pairs=options.pairs,
     )
     return list(found)
 
@@ -157,7 +161,8 @@ def run(case: Case, device: str, deadline: float) -> dict[str, Any] | str | None
 def done(rows: Iterable[dict[str, Any]], device: str) -> set[Case]:
     """The runs that these rows are of."""
     names = [field.name for field in fields(Case)]
-    return {Case(**{name: row[name] for name in names}) for row in rows if row["device"] == device}
+    own = [row for row in rows if row["device"] == device]
+    return {Case(**{name: row[name] for name in names if name in row}) for row in own}
 
 
 def kept(name: str) -> list[dict[str, Any]]:
@@ -256,6 +261,7 @@ def _options() -> argparse.Namespace:
     add("--rates", type=_rates, metavar="0.001,0.002", help="learning rates")
     add("--width", type=int, default=Case.width)
     add("--layers", type=int, default=Case.layers)
+    add("--pairs", action="store_true", help="tokens are pairs of characters")
     add("--save", action="store_true", help="keep rows in benchmarks/results")
     add("--list", action="store_true", help="only say which runs there are to do")
     return parser.parse_args()

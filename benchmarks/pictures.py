@@ -331,6 +331,7 @@ def geometry() -> str:
         row
         for row in rows("geometry")
         if (row["optimizer"], row["workers"], row["steps"]) == ("adamw", 3, 250)
+        and not row.get("pairs")
     ]
     plain = {row["seed"]: row["loss"] for row in found if row["strategy"] == "plain"}
 

@@ -99,6 +99,14 @@ def test_muon_trains_matrices_and_has_no_units() -> None:
     assert row["unit_error_early"] == row["error_early"] > 0
 
 
+def test_tokens_may_be_pairs_of_characters() -> None:
+    case = replace(CODED, pairs=True)
+    one, other = training(case), training(CODED)
+    assert one.data.tokens > 5 * other.data.tokens
+    row = train(case, STRATEGIES["adam 0.15"], "cpu", LENGTH)
+    assert done([row], "cpu") == {case} and "tokens of two characters" in tables([row])
+
+
 def test_spectral_units_weigh_the_error_as_orthogonalisation_does() -> None:
     """An error that is even in them moves UVᵀ less than the same bits spent evenly on G."""
     torch.manual_seed(0)
