@@ -183,6 +183,46 @@ def empty_parameter(rank: int) -> bool:
     return equal_everywhere(model)
 
 
+def backward_twice(rank: int) -> dict[str, str]:
+    """Rank 1 makes a pass of its own: its next one would meet those of others that come later."""
+    found = {}
+    for spec in ("ecdq:error=0.05", "dqsg:bits=4@allgather", "none@scatter-reduce"):
+        model = DistributedDataParallel(network(), bucket_cap_mb=0.05)
+        handle = lc.compress(model, spec, timeout_s=30)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found[spec] = "nothing"
+        try:
+            for step in range(5):
+                for _ in range(1 + (rank == 1 and step == 3)):
+                    x, y = batch(rank, step)
+                    nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        except (lc.WireError, lc.LostError) as error:
+            found[spec] = f"{type(error).__name__}: {error}"
+        handle.close()
+    return found
+
+
+def passes_that_are_alike(rank: int) -> dict[str, bool]:
+    """Gradients that add up over passes, each exchanged; an optimizer that rank 0 alone has."""
+    found = {}
+    for name in ("accumulated", "one optimizer", "by hand"):
+        model = DistributedDataParallel(network())
+        lc.compress(model, "dqsg:bits=4", timeout_s=30)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            for part in range(18 if name == "accumulated" and step == 1 else 2):
+                x, y = batch(rank, 10 * step + part)
+                nn.functional.cross_entropy(model(x), y).backward()
+            if name == "accumulated" or (name == "one optimizer" and rank == 0):
+                optimizer.step()
+            for p in model.parameters():
+                dist.broadcast(p.data, 0)
+        found[name] = equal_everywhere(model)
+    return found
+
+
 def sub_group(rank: int) -> dict[str, bool]:
     pair = dist.new_group([0, 2])
     if rank == 1:
@@ -203,6 +243,8 @@ JOBS = [
     resume_is_exact,
     disagreement_is_named,
     empty_parameter,
+    backward_twice,
+    passes_that_are_alike,
     sub_group,
 ]
 
@@ -231,12 +273,28 @@ def test_replicas_stay_equal_and_learn(found: ranks.Answers, spec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "job", ["variants_train", "non_finite_everywhere", "resume_is_exact", "sub_group"]
+    "job",
+    [
+        "variants_train",
+        "non_finite_everywhere",
+        "resume_is_exact",
+        "passes_that_are_alike",
+        "sub_group",
+    ],
 )
 def test_what_ddp_can_do_still_works(found: ranks.Answers, job: str) -> None:
     for rank in range(3):
         wrong = [name for name, good in found[rank, job].items() if not good]
         assert not wrong
+
+
+def test_a_rank_that_ran_backward_twice_is_named(found: ranks.Answers) -> None:
+    """By those that exchange with it; whoever hears of it through them has lost them."""
+    for spec in found[0, "backward_twice"]:
+        said = [found[rank, "backward_twice"][spec] for rank in range(3)]
+        assert all(one.startswith(("WireError", "LostError")) for one in said), said
+        assert any("rank 1 has run backward 2 times" in one for one in (said[0], said[2])), said
+        assert not any("rank 0 has run backward 2" in one for one in said), said
 
 
 def test_ranks_that_disagree_all_say_so(found: ranks.Answers) -> None:

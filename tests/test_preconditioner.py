@@ -55,7 +55,7 @@ def exponents(optimizer: Any, parameter: Tensor, step: int = 30, error: float = 
     assert units.refresh(step, {7: parameter}) is not None
     found = units.units(7)
     assert found is not None
-    return found.exponents.view(parameter.shape)
+    return found.view(parameter.shape)
 
 
 # --- the kernel ----------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_units_follow_the_memory_of_a_parameter() -> None:
         units.refresh(0, {0: parameter})
         own = units.units(0)
         assert own is not None
-        found.append(own.exponents)
+        found.append(own)
     plain, last = found
     assert torch.equal(plain.view(4, 3, 5, 5).permute(0, 2, 3, 1).flatten(), last)
     assert not torch.equal(plain, last)
@@ -320,7 +320,7 @@ def test_codecs_without_a_budget_have_a_floor_beside_fine_ones() -> None:
         units.refresh(1, {0: parameter})
         own = units.units(0)
         assert own is not None
-        spreads.append(int(own.exponents.max() - own.exponents.min()))
+        spreads.append(int(own.max() - own.min()))
     assert spreads[0] == spreads[1]
 
 

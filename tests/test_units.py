@@ -39,6 +39,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99))
 
 
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in model.parameters() if p.dim() > 1], lr=1e-3)
+
+
 class Run:
     """A model, its optimizer and a handle, made anew as after a restart."""
 
@@ -243,6 +247,8 @@ def warns(rank: int) -> dict[str, list[str]]:
         "sgd": ("ecdq:error=0.08", lambda m: sgd(m.parameters(), 0.1, momentum=0.9), False),
         "blocks": ("dqsg:bits=4", adamw, False),
         "steps": ("ecdq:error=0.08,block=4096", adamw, False),
+        "muon": ("dqsg:bits=4", muon, False),
+        "muon, plain": ("none", muon, False),
     }
     for name, (spec, make, units) in cases.items():
         with warnings_told() as found[name]:
@@ -271,6 +277,34 @@ def warns_of_a_stranger(rank: int) -> dict[str, list[str]]:
                 x, y = batch(rank, step)
                 nn.functional.cross_entropy(model(x), y).backward()
                 stepped.step()
+    return found
+
+
+def rare_words(rank: int) -> dict[str, Any]:
+    """An embedding most of whose rows are seldom used: zeros cost ecdq nothing, used rows all."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Embedding(4000, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    words, weight = 1 / torch.arange(1, 4001).float() ** 1.1, model.module.weight
+    found: dict[str, Any] = {"errors": []}
+    with warnings_told() as found["told"]:
+        handle = lc.compress(model, "ecdq:error=0.08", optimizer=optimizer)
+        for step in range(130):
+            draw = torch.Generator().manual_seed(100 * step + rank)
+            optimizer.zero_grad()
+            used = torch.multinomial(words, 64, replacement=True, generator=draw)
+            (model(used) * torch.randn(64, 32, generator=draw)).sum().backward()
+            assert weight.grad is not None
+            if step % 16 == 0 and step:
+                mean = torch.zeros(4000, 32)
+                for r in range(RANKS):
+                    own = torch.Generator().manual_seed(100 * step + r)
+                    used = torch.multinomial(words, 64, replacement=True, generator=own)
+                    mean.index_add_(0, used, torch.randn(64, 32, generator=own), alpha=1 / RANKS)
+                wrong = (weight.grad - mean).square().sum() / mean.square().sum()
+                found["errors"].append(float(wrong))
+            optimizer.step()
+    found["stats"] = handle.stats()
     return found
 
 
@@ -342,6 +376,7 @@ JOBS = [
     forgets_on_one_rank,
     warns,
     one_by_one,
+    rare_words,
     warns_of_a_stranger,
     auto,
     several,
@@ -422,9 +457,11 @@ def test_one_warning_where_an_optimizer_is_missing(found: ranks.Answers) -> None
     told = found[0, "warns"]
     assert len(told["adam"]) == 1
     assert "AdamW" in told["adam"][0] and "optimizer=optimizer" in told["adam"][0]
+    assert "block=4096" in told["adam"][0]
+    assert len(told["muon"]) == 1 and "Muon" in told["muon"][0] and "0.02" in told["muon"][0]
     assert len(told["ssd"]) == 1
     assert "AdamW" in told["ssd"][0] and "block=4096" in told["ssd"][0]
-    quiet = ("told", "sgd", "blocks", "steps", "ssd, steps", "ssd, sgd")
+    quiet = ("told", "sgd", "blocks", "steps", "muon, plain", "ssd, steps", "ssd, sgd")
     assert not any(told[name] for name in quiet), told
     assert not any(found[1, "warns"].values())
 
@@ -433,6 +470,15 @@ def test_a_warning_where_the_optimizer_is_another_one(found: ranks.Answers) -> N
     told = found[0, "warns_of_a_stranger"]
     assert len(told["stranger"]) == 1 and not told["own"], told
     assert "without moments" in told["stranger"][0] and "block=4096" in told["stranger"][0]
+
+
+def test_rare_words_are_told_of(found: ranks.Answers) -> None:
+    told = found[0, "rare_words"]
+    assert len(told["told"]) == 1 and "block=4096" in told["told"][0], told
+    made = sum(told["errors"]) / len(told["errors"])
+    assert made > 1
+    assert 0.5 * made < told["stats"].gradient_error_mean < 2 * made, (made, told["stats"])
+    assert told["stats"].error_mean < 1.1 * 0.08  # of g/w the promise holds
 
 
 def test_gradients_one_by_one_meet_their_own_units(found: ranks.Answers) -> None:

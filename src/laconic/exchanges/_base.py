@@ -62,6 +62,8 @@ class Call:
     with a budget (`error=`) find there how much of each parameter's gradient ranks have in common.
     `verify` says whether messages carry a check sum of all their bytes, or only of their frames:
     "sum", "none", or "auto", which is "sum" for tensors on the CPU. All ranks give the same.
+    `passes` of backward were made since an optimizer stepped this rank's model, if that is known:
+    ranks whose numbers differ are told so.
     """
 
     group: dist.ProcessGroup
@@ -75,6 +77,7 @@ class Call:
     scratch: Scratch = field(default_factory=Scratch, compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     verify: str = "auto"
+    passes: int | None = None
 
     def __post_init__(self) -> None:
         checked_verify(self.verify)

@@ -2,7 +2,12 @@
 
 A frame of 16 bytes, four little-endian words, so that what follows keeps its 16-byte alignment:
 
-    words of 4 bytes that follow | step mod 2^32 | tensor mod 2^16, sender mod 2^12, kind | check
+    words of 4 bytes that follow | step mod 2^28, passes | tensor mod 2^16, sender mod 2^12, kind
+    | check
+
+Passes are those of backward that the sender has made since an optimizer last stepped its model, 14
+at most; 15 where it does not know. A rank that runs backward once more than others sends the same
+steps as they do, and is found by these.
 
 The check is `message_check` (`kernels/_reference/message.py`) over all other words of the message,
 or with `verify="none"` over those of the frame alone. Its salt comes from the seed, the kind, the
@@ -28,6 +33,8 @@ FRAME_BYTES = 16
 WORD = 4
 _FRAME, _CHECK = struct.Struct("<IIII"), struct.Struct("<I")
 _MASK, _TENSORS, _SENDERS = 0xFFFFFFFF, 0xFFFF, 0xFFF  # of a word, and of the third word's parts
+STEPS = 0xFFFFFFF  # of the second word
+_UNKNOWN = 15
 
 
 class Kind(IntEnum):
@@ -101,12 +108,13 @@ def words_of(nbytes: int, call: Call, name: Name) -> Words:
             f"{nbytes}: split the tensor"
         )
     third = (call.tensor & _TENSORS) | (name.sender & _SENDERS) << 16 | name.kind << 28
-    return nbytes // WORD, call.step & _MASK, third
+    passes = _UNKNOWN if call.passes is None else min(call.passes, _UNKNOWN - 1)
+    return nbytes // WORD, (call.step & STEPS) | passes << 28, third
 
 
 def judge(words: Sequence[int], good: bool, nbytes: int, call: Call, name: Name) -> None:
     """WireError unless these came, with a good check, in front of so many bytes."""
-    who, step = call.name_of(name.sender), call.step & _MASK
+    who, step, sent = call.name_of(name.sender), call.step & STEPS, words[1] & STEPS
     want = words_of(nbytes, call, name)
     if not good:
         raise WireError(
@@ -114,10 +122,18 @@ def judge(words: Sequence[int], good: bool, nbytes: int, call: Call, name: Name)
             f"match the {FRAME_BYTES + nbytes} bytes that came; if this happens again, look for a "
             "faulty link, switch or memory"
         )
-    if words[1] != step:
+    if sent != step:
         raise WireError(
-            f"{who} sent step {words[1]}, this rank is at step {step}: every rank must make the "
-            "same steps (did one run backward twice, skip a step, or resume from another file?)"
+            f"{who} sent step {sent}, this rank is at step {step}: every rank must make the "
+            "same steps (did one skip a step, or resume from another file?)"
+        )
+    theirs, own = words[1] >> 28, want[1] >> 28
+    if theirs != own and _UNKNOWN not in (theirs, own):
+        raise WireError(
+            f"{who} has run backward {_times(theirs)} since its optimizer's last step, and this "
+            f"rank {_times(own)}, when they came to exchange step {step}: all ranks must run "
+            "backward, and step their optimizers, equally often; put what must not be exchanged "
+            "into model.no_sync()"
         )
     if words[2] != want[2]:
         raise WireError(
@@ -163,6 +179,11 @@ def _read(data: Tensor) -> tuple[int, ...]:
 
 def _view(data: Tensor) -> memoryview:
     return data[:FRAME_BYTES].numpy().data
+
+
+def _times(passes: int) -> str:
+    """How often backward has run, that of the message included."""
+    return "once" if not passes else f"{passes + 1} times"
 
 
 def _described(third: int) -> str:

@@ -79,11 +79,11 @@ class Ledger:
             _count(rows, found)
             self._table[places] = rows
 
-    def latest(self, parameters: Sequence[int]) -> Numbers:
-        """The errors of these parameters' last means."""
+    def latest(self, parameters: Sequence[int]) -> tuple[Numbers, Numbers]:
+        """The errors of these parameters' last means, and κ."""
         with self._lock:
-            places = self._rows(parameters)
-            return self._table[places, _LAST]
+            rows = self._table[self._rows(parameters)]
+        return rows[:, _LAST], rows[:, _KAPPA]
 
     def kappa(self) -> float | None:
         """Mean over parameters, as last observed."""

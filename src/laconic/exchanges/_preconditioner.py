@@ -73,21 +73,13 @@ class SecondMoment:
     factor: float | Tensor = 1.0
 
 
-@dataclass(frozen=True)
-class Units:
-    """The exponents of one parameter, and mean(w²) as a scalar on its device."""
-
-    exponents: Tensor
-    power: Tensor
-
-
 class Preconditioner:
     """The units of each parameter of some optimizers; one for each model on each rank."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizers, self._error = _checked(optimizer), 0.0
         self._listeners: list[weakref.WeakMethod[Callable[[int, Tensor], None]]] = []
-        self._units: dict[int, Units] = {}
+        self._units: dict[int, Tensor] = {}  # exponents, flat
         self._next = 0  # the step that the next snapshot is due at
         self._waited = 0  # steps without any state of the optimizer
         self._cold = False
@@ -136,10 +128,10 @@ class Preconditioner:
             if found is not None and found.v.numel() == parameter.numel():
                 order = parameter.dim_order()
                 self._units[number] = units = _units(found, _floor(self._error), order)
-                self._tell(number, units.exponents, before.get(number))
+                self._tell(number, units, before.get(number))
         for number in before.keys() - self._units.keys():  # its moments are gone: back to w = 1
             lost = before[number]
-            self._tell(number, torch.zeros_like(lost.exponents), lost)
+            self._tell(number, torch.zeros_like(lost), lost)
         if not self._units:
             idle = any(_unstepped(one) and divides(one) for one in self._optimizers)
             self._waited += idle
@@ -148,12 +140,12 @@ class Preconditioner:
             return None
         self._cold = False
         self._next = step + _gap(step)
-        return digest(units.exponents for units in self._units.values())
+        return digest(self._units.values())
 
-    def _tell(self, number: int, now: Tensor, before: Units | None) -> None:
+    def _tell(self, number: int, now: Tensor, before: Tensor | None) -> None:
         listeners = [one for ref in self._listeners if (one := ref()) is not None]
         if listeners:
-            growth = now if before is None else _difference(now, before.exponents)
+            growth = now if before is None else _difference(now, before)
             for listener in listeners:
                 listener(number, growth)
 
@@ -173,10 +165,15 @@ class Preconditioner:
         """`cold`, for whoever makes the snapshot that all others wait for."""
         return self._cold
 
-    def units(self, number: int) -> Units | None:
-        """Those of a parameter, None for gradients as they are."""
+    def units(self, number: int) -> Tensor | None:
+        """The exponents of a parameter's values, None for gradients as they are."""
         self._made.wait()
         return self._units.get(number)
+
+    def power(self, number: int, gradient: Tensor) -> Tensor | None:
+        """mean(w²) of the values of a gradient that are not 0, on its device; None if w = 1."""
+        exponents = self.units(number)
+        return None if exponents is None else _power(exponents, gradient.view(-1) != 0)
 
     def into(self, x: Tensor, number: int, out: Tensor) -> None:
         """out = x in the optimizer's units."""
@@ -189,7 +186,7 @@ class Preconditioner:
     def _times(self, x: Tensor, number: int, out: Tensor, *, inverse: bool) -> None:
         units = self.units(number)
         if units is not None:
-            backend(x.device).times_powers(x, units.exponents, out, inverse=inverse)
+            backend(x.device).times_powers(x, units, out, inverse=inverse)
         elif out.data_ptr() != x.data_ptr():
             out.copy_(x)
 
@@ -199,7 +196,7 @@ class Preconditioner:
         return {
             "next": self._next,
             "waited": self._waited,
-            "exponents": {number: units.exponents for number, units in self._units.items()},
+            "exponents": dict(self._units),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: Mapping[int, Tensor]) -> None:
@@ -211,8 +208,7 @@ class Preconditioner:
                 raise ConfigError(
                     "this state has units of other parameters: load it into the model it is of"
                 )
-            own = exponents.to(parameter.device, torch.int8, copy=True)
-            units[int(number)] = Units(own, _power(own))
+            units[int(number)] = exponents.to(parameter.device, torch.int8, copy=True)
         self._units, self._next = units, int(state["next"])
         self._waited, self._cold = int(state["waited"]), False
 
@@ -319,6 +315,23 @@ _READERS: dict[str, Callable[..., SecondMoment | None]] = {
 }
 
 
+def amplifying(optimizer: Any, codec: Codec, advice: str) -> str | None:
+    """Why an optimizer that has made a step amplifies the noise of a codec; None if it does not.
+
+    Muon makes the singular values of its momentum alike, and noise has many small ones.
+    """
+    if codec.variance_bound(1) == 0:
+        return None
+    if is_adaptive(optimizer) and codec.even_noise:
+        return amplified(optimizer, codec, advice)
+    if any("ns_steps" in group for group in optimizer.param_groups):
+        return (
+            f"{type(optimizer).__name__} makes singular values alike, which amplifies the error of "
+            f"{codec.name} where they are small: ecdq:error=0.02 costs half as much as error=0.08"
+        )
+    return None
+
+
 def amplified(optimizer: Any, codec: Codec, advice: str) -> str:
     """What is said where even noise meets an optimizer that divides by a second moment."""
     return (
@@ -337,7 +350,7 @@ def divides(optimizer: Any) -> bool:
     return any(not _SETTINGS.isdisjoint(group) for group in optimizer.param_groups)
 
 
-def _units(moment: SecondMoment, floor: float, order: tuple[int, ...]) -> Units:
+def _units(moment: SecondMoment, floor: float, order: tuple[int, ...]) -> Tensor:
     """See the top of the file; `order` is that of dimensions in the parameter's memory."""
     v = moment.v.permute(order) if moment.v.dim() == len(order) else moment.v
     v = v if v.dtype in DTYPES else v.float()
@@ -348,8 +361,7 @@ def _units(moment: SecondMoment, floor: float, order: tuple[int, ...]) -> Units:
     known = work(rows, exponents, factor=moment.factor, share=share, epsilon=epsilon)
     exponents = exponents.view(-1)
     least = (0.5 * torch.log2(floor * _power(exponents))).ceil()
-    exponents = exponents.clamp_(min=least.to(torch.int8)).mul_(known)  # else all are as they are
-    return Units(exponents, _power(exponents))
+    return exponents.clamp_(min=least.to(torch.int8)).mul_(known)  # else all are as they are
 
 
 def _difference(now: Tensor, before: Tensor) -> Tensor:
@@ -357,11 +369,15 @@ def _difference(now: Tensor, before: Tensor) -> Tensor:
     return wide.clamp(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
 
 
-def _power(exponents: Tensor) -> Tensor:
-    """mean(w²), of parts that any number of cores adds up in the same order."""
+def _power(exponents: Tensor, among: Tensor | None = None) -> Tensor:
+    """mean(w²), of some values or of all; parts are added in one order by any number of cores."""
     at_once = _PART if exponents.device.type == "cpu" else max(1, exponents.numel())
-    parts = [_square(part).sum() for part in exponents.split(at_once)]
-    return torch.stack(parts).sum() / exponents.numel()
+    parts, count = exponents.split(at_once), exponents.numel()
+    if among is None:
+        return torch.stack([_square(part).sum() for part in parts]).sum() / count
+    chosen = zip(parts, among.split(at_once), strict=True)
+    found = [torch.where(one, _square(part), 0.0).sum() for part, one in chosen]
+    return torch.stack(found).sum() / among.sum()
 
 
 def _square(exponents: Tensor) -> Tensor:

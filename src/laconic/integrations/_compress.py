@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._policy import Chooser
-from laconic.exchanges._preconditioner import amplified, is_adaptive
-from laconic.integrations._common import Handle, own_rank
+from laconic.integrations._common import Handle
 from laconic.integrations._ddp import comm_hook
 from laconic.integrations._fsdp import FSDPHandle, is_fsdp
 from laconic.integrations._state import HookState
 
 _WRAPPERS = ("_orig_mod", "_forward_module")  # of torch.compile, and of Lightning's Fabric
 _log = logging.getLogger("laconic")
-_watched: weakref.WeakSet[HookState | FSDPHandle] = weakref.WeakSet()
-_watching = False
 
 
 def compress(
@@ -68,8 +63,6 @@ def compress(
             **common,
         )
         model.register_comm_hook(state, comm_hook)
-        if state.codec.even_noise:
-            _watch_optimizers(state)
         if not state.encodes and str(state.codec) != "none" and dist.get_rank() == 0:
             _log.warning(
                 "nothing of this model is compressed: by default only matrices of 10,000 values "
@@ -87,27 +80,8 @@ def compress(
             raise ConfigError(
                 "FSDP2 talks on its own process groups: give init_process_group a timeout"
             )
-        handle = FSDPHandle(model, spec, weights=weights, between=between, **common)
-        if handle.codec.even_noise:
-            _watch_optimizers(handle)
-        return handle
+        return FSDPHandle(model, spec, weights=weights, between=between, **common)
     raise ConfigError(not_parallel(model))
-
-
-def _watch_optimizers(state: HookState | FSDPHandle) -> None:
-    """Say once what is better, when an optimizer that amplifies noise has made a step."""
-    global _watching
-    _watched.add(state)
-    if not _watching:  # torch cannot take a hook away while it calls it
-        _watching = True
-        register_optimizer_step_post_hook(_look)
-
-
-def _look(optimizer: Any, *_: Any) -> None:
-    for state in [one for one in _watched if one.trains(optimizer)]:
-        _watched.discard(state)
-        if is_adaptive(optimizer) and not state.knows_units(optimizer) and own_rank() == 0:
-            _log.warning(amplified(optimizer, state.codec, state.against_amplifying))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

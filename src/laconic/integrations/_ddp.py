@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -40,8 +41,9 @@ def exchange_bucket(state: HookState, bucket: Bucket) -> Future[Tensor]:
     """Start the exchange of a bucket that is laid out as it must be."""
     buffer, step = bucket.buffer(), state.step
     lane = state.lanes[bucket.index() % len(state.lanes)]
+    call = _call(state, lane, step, state.passes)
     if bucket.is_last():
-        state.step += 1
+        state.end_pass()
         state.watch_budget(step)
         if state.replicas_due(step):
             start(lane, buffer.new_empty(0), partial(state.compare_replicas, lane, step))
@@ -53,7 +55,7 @@ def exchange_bucket(state: HookState, bucket: Bucket) -> Future[Tensor]:
         return start(lane, own, partial(_sparse_sum, lane, own))
     renew_units(state, buffer, step)
     plan = state.plan(bucket.parameters())
-    return start(lane, buffer, partial(_exchange, state, lane, buffer, plan, step))
+    return start(lane, buffer, partial(_exchange, state, lane, buffer, plan, call))
 
 
 def renew_units(state: HookState, buffer: Tensor, step: int) -> None:
@@ -129,7 +131,7 @@ def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future
     own = gradient.detach().permute(parameter.dim_order())  # units follow the parameter's memory
     real = torch.view_as_real(own) if own.is_complex() else own
     flat = real.contiguous().view(-1)
-    _exchange(state, state.lanes[0], flat, plan, step)
+    _exchange(state, state.lanes[0], flat, plan, _call(state, state.lanes[0], step))
     if flat.data_ptr() != real.data_ptr():
         real.copy_(flat.view_as(real))
     return _done(gradient)
@@ -185,50 +187,47 @@ def _sparse_sum(lane: Lane, gradient: Tensor) -> None:
         dist.all_reduce(gradient, group=lane.group)
 
 
-def _exchange(state: HookState, lane: Lane, buffer: Tensor, plan: Plan, step: int) -> None:
+def _exchange(state: HookState, lane: Lane, buffer: Tensor, plan: Plan, call: Call) -> None:
     """The bucket becomes its mean over ranks, in place."""
     start = time.perf_counter()
     size = lane.group.size()
     lane.plain_bytes += round(2 * (size - 1) / size * buffer.numel() * buffer.element_size())
-    if step < state.warmup_steps or state.cold or not plan.loads:
-        plain_mean(buffer, _call(state, lane, step))
+    if call.step < state.warmup_steps or state.cold or not plan.loads:
+        plain_mean(buffer, call)
     else:
         with _copied(buffer, plan.plain, state.scratch, "plain", torch.float32) as rest:
             for load in plan.loads:
                 first = load is plan.loads[0]
-                _carry(state, lane, buffer, load, step, rest if first and plan.plain else None)
+                _carry(state, buffer, load, call, rest if first and plan.plain else None)
     lane.seconds += time.perf_counter() - start
 
 
-def _carry(
-    state: HookState, lane: Lane, buffer: Tensor, load: Load, step: int, rest: Tensor | None
-) -> None:
+def _carry(state: HookState, buffer: Tensor, load: Load, call: Call, rest: Tensor | None) -> None:
     """One codec's part of the bucket, and values that travel with it."""
-    call = _call(state, lane, step, load, load.pieces[0].number)
+    call = replace(call, tensor=load.pieces[0].number, places=load.places)
     for piece in load.fillers:  # `rest` has their values
         _part(buffer, piece).zero_()
-    weighed = state.weighs(load, step)
+    weighed = state.weighs(load, call.step)
+    parts = [_part(buffer, piece) for piece in load.pieces] if weighed else []
+    own = norms(parts)
     with gathered(buffer, load.pieces, state.scratch, state.units_of(load)) as x:
         load.exchange.mean(x, load.codec, call, rest)
-        before = norms(x.split([piece.numel for piece in load.pieces])) if weighed else []
+        encoded = norms(x.split([piece.numel for piece in load.pieces])) if weighed else []
     if weighed:
-        state.weigh(load, before, norms([_part(buffer, piece) for piece in load.pieces]))
+        state.weigh(load, own, encoded, parts, call.step)
 
 
-def _call(
-    state: HookState, lane: Lane, step: int, load: Load | None = None, tensor: int = 0
-) -> Call:
+def _call(state: HookState, lane: Lane, step: int, passes: int | None = None) -> Call:
     return Call(
         group=lane.group,
         seed=state.draws,
         step=step,
-        tensor=tensor,
-        places=load.places if load else (),
         known=state.known,
         memory=state.memory,
         scratch=state.scratch,
         verify=state.verify,
         traffic=lane.traffic,
+        passes=passes,
     )
 
 

@@ -26,6 +26,7 @@ from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import Stats, check_own, check_ranks, own_rank
 from laconic.integrations._fsdp_comms import AllGather, ReduceScatter, Replicas
 from laconic.integrations._fsdp_unit import Run, Unit, groups_of, piece_of, unit_of
+from laconic.integrations._stepped import hear_of_steps, warn_of_noise
 
 _BETWEEN = ("shards", "replicas", "both")
 
@@ -82,21 +83,16 @@ class FSDPHandle:
         self._agree()
         for unit in self._units:
             self._install(unit)
+        self._heard = False  # of a step of its optimizer
+        hear_of_steps(self)
 
-    @property
-    def against_amplifying(self) -> str:
-        """What to do about an optimizer that divides by a second moment."""
-        return BLOCKS
-
-    def trains(self, optimizer: Any) -> bool:
-        """Whether an optimizer steps any parameter of the model."""
-        model = self._model()
+    def stepped(self, optimizer: Any) -> None:
+        """An optimizer has made a step: of this model, or of another one."""
+        model = None if self._heard else self._model()
         own = set() if model is None else {id(one) for one in model.parameters()}
-        return any(id(one) in own for group in optimizer.param_groups for one in group["params"])
-
-    def knows_units(self, optimizer: Any) -> bool:
-        """Never: ranks have second moments of their own shards."""
-        return False
+        if any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
+            self._heard = True
+            warn_of_noise(optimizer, self.codec, BLOCKS)
 
     def stats(self) -> Stats:
         """Bytes and times so far, of what is encoded: gradients, and weights if asked."""

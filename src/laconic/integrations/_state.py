@@ -46,12 +46,15 @@ from laconic.exchanges._replicas import compare, digest
 from laconic.integrations._bucket_order import BucketOrder, real_numel
 from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import OWN, Stats, check_own, check_ranks, own_rank
+from laconic.integrations._stepped import hear_of_steps, warn_of_noise
 
 _log = logging.getLogger("laconic")
 _CHECKED_EVERY = 500  # steps between two comparisons of weights
 _LOOKED_EVERY = 100  # steps between two looks at the error that was made
 _WEIGHED_EVERY = 16  # steps between two estimates of the error in gradients' own units
+_WATCHED_EVERY = 128  # .. and between two looks at them
 _TOLERATED = 1.2  # times the budget
+_AMPLIFIED = 1.0  # relative squared error of gradients as they are, where their units are others
 _MOST_FILLED = 1 / 64  # of a load, zeros that are encoded to save copying
 
 
@@ -171,12 +174,15 @@ class HookState:
         self.codec, self.exchange = self._pairs[""]
         check_warmup(warmup_steps)
         self.warmup_steps, self.seed, self.step = warmup_steps, seed, 0
+        self.passes: int | None = None  # of backward, since an optimizer stepped the model
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that step it
+        self._warns = lanes is None  # of noise; states that take turns leave it to their owner
         self.draws = seed  # once the model is known, the seed of its own draws
         self.even_alone, self.alone = even_alone, False
         self.order = BucketOrder(passes=2 if static_graph else 1)
         self.verify = checked_verify(verify)
         self._every, self._weights = _CHECKED_EVERY, list[weakref.ref[Tensor]]()
-        self._over_budget = False  # said so
+        self._over_budget = self._amplified = False  # said so
         self.scratch = Scratch()
         self.known: set[Hashable] = set()
         self.memory: dict[Hashable, Any] = {}  # of exchanges
@@ -192,6 +198,7 @@ class HookState:
         self.turns: dict[int, int] = {}  # of parameters that come one by one
         self.lanes: tuple[Lane, ...] = lanes or ()
         self._waiting: _Waiting | None = _Waiting(module, policy or Policy(), group, timeout_s)
+        hear_of_steps(self)
         if _can_talk(group, _device(module)):
             self.meet()
         else:  # what is wrong with the policy is said now; parameters may still be replaced
@@ -260,23 +267,31 @@ class HookState:
         for _, codec in self._remembering():
             codec.change_units(number, growth)
 
-    @property
-    def against_amplifying(self) -> str:
-        """What to do about an optimizer that divides by a second moment."""
-        if self.preconditioner is not None:
-            return f"optimizer= was given one without moments of these parameters; or {BLOCKS}"
-        return f"compress(model, {str(self.codec)!r}, optimizer=optimizer) encodes in its own units"
-
-    def trains(self, optimizer: Any) -> bool:
-        """Whether an optimizer steps any parameter that is encoded."""
-        return bool(self._trained_by(optimizer))
-
-    def knows_units(self, optimizer: Any) -> bool:
-        """Whether those of any parameter that it steps come from the optimizers that were given."""
+    def stepped(self, optimizer: Any) -> None:
+        """An optimizer has made a step: of this model, or of another one."""
+        if optimizer in self._optimizers:
+            self.passes = 0
+            return
+        own = self._trained_by(optimizer)
+        if not own:
+            return
+        self._optimizers.add(optimizer)
+        self.passes = 0
         units = self.preconditioner
-        return units is not None and units.reads(self._trained_by(optimizer))
+        if self._warns and (units is None or not units.reads(own)):
+            self._warns = False
+            wrong = "optimizer= was given one without moments of these parameters; "
+            advice = f"{BLOCKS}, or encode in its units, compress(.., optimizer=optimizer)"
+            warn_of_noise(optimizer, self.codec, advice if units is None else wrong + BLOCKS)
+
+    def end_pass(self) -> None:
+        """The last bucket of a backward pass has come."""
+        self.step += 1
+        if self.passes is not None:
+            self.passes += 1
 
     def _trained_by(self, optimizer: Any) -> list[Tensor]:
+        """The encoded parameters that an optimizer steps."""
         own = {id(one) for one in self._encoded_parameters().values()}
         every = [one for group in optimizer.param_groups for one in group["params"]]
         return [one for one in every if id(one) in own]
@@ -305,17 +320,44 @@ class HookState:
         known = load.codec.budget is not None and load.codec.knows_error
         return known and self.units_of(load) is not None and step % _WEIGHED_EVERY == 0
 
-    def weigh(self, load: Load, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-        """Estimate the relative squared error of gradients from that of y = g/w.
+    def weigh(
+        self,
+        load: Load,
+        own: Sequence[Tensor],
+        encoded: Sequence[Tensor],
+        means: Sequence[Tensor],
+        step: int,
+    ) -> None:
+        """Estimate the relative squared error of gradients ĝ from that of ŷ = ĝ/w; none waits.
 
-        Spread evenly over the values of y, an error e·‖y‖² is one of e·‖y‖²·mean(w²) of g. Norms
-        of both are given, of each piece; nothing waits for the device.
+        An error e·‖ŷ‖² is one of e·‖ŷ‖²·mean(w²) of ĝ, spread evenly over the values that are not
+        0. Where it is not (rare words), ‖ĝ‖² grows: without errors it is κ times what ranks have.
+        Norms of this rank's gradients and of ŷ are given, and ĝ, of each piece.
         """
-        errors = ledger_of(self.memory).latest([piece.number for piece in load.pieces])
-        for piece, error, y, g in zip(load.pieces, errors, before, after, strict=True):
-            units = self.preconditioner and self.preconditioner.units(piece.number)
-            if units and error == error:
-                self._gradient_errors.add(error * units.power * (y / g).double().square())
+        assert self.preconditioner is not None
+        numbers = [piece.number for piece in load.pieces]
+        known = zip(numbers, *ledger_of(self.memory).latest(numbers), own, encoded, strict=True)
+        for (number, error, kappa, x, y), mean in zip(known, means, strict=True):
+            power = self.preconditioner.power(number, mean)
+            if power is not None and error == error:
+                norm = torch.linalg.vector_norm(mean, dtype=torch.float32).double()
+                even, grown = error * power * (y / norm).square(), (norm / x).square() / kappa - 1
+                self._gradient_errors.add(torch.where(grown > _AMPLIFIED, grown, even))
+        if step and step % _WATCHED_EVERY == 0:
+            self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        """Say once if units serve the optimizer badly; in a lane's thread, which may wait."""
+        made = self._gradient_errors.stats().get("gradient_error_mean", 0.0)
+        if made > _AMPLIFIED and not self._amplified and own_rank() == 0:
+            self._amplified = True
+            _log.warning(
+                "in the optimizer's units errors are as small as asked for, and gradients' own are "
+                "%.3g of their squares: some rows have far smaller moments than others, as those "
+                "of rare words do. Leave optimizer= out, and %s",
+                made,
+                BLOCKS,
+            )
 
     def _encoded_parameters(self) -> dict[int, Tensor]:
         return {number: one for number, ref in self._encoded.items() if (one := ref()) is not None}

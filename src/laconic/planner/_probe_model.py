@@ -240,7 +240,7 @@ def _in_units(
         half = gradient.dtype == torch.float16  # whose range units may leave
         x, own = gradient.float() if half else gradient, units.units(number)
         if own is not None:
-            dist.all_reduce(own.exponents, dist.ReduceOp.MAX, group=group)
-            backend(x.device).times_powers(x, own.exponents, x, inverse=True)
+            dist.all_reduce(own, dist.ReduceOp.MAX, group=group)
+            backend(x.device).times_powers(x, own, x, inverse=True)
         found.append(x)
     return found
