@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
+from laconic.exchanges import _preconditioner
 from laconic.integrations._ddp import comm_hook
 
 RANKS, STEPS = 3, 14
@@ -280,14 +282,21 @@ def warns_of_a_stranger(rank: int) -> dict[str, list[str]]:
     return found
 
 
-def rare_words(rank: int) -> dict[str, Any]:
+def rare_words(rank: int) -> dict[bool, dict[str, Any]]:
+    """With units although rows are far apart, and as the product does it."""
+    return {apart: rare_words_at(rank, apart=apart) for apart in (True, False)}
+
+
+def rare_words_at(rank: int, *, apart: bool) -> dict[str, Any]:
     """An embedding most of whose rows are seldom used: zeros cost ecdq nothing, used rows all."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Embedding(4000, 32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     words, weight = 1 / torch.arange(1, 4001).float() ** 1.1, model.module.weight
     found: dict[str, Any] = {"errors": []}
-    with warnings_told() as found["told"]:
+    with warnings_told() as found["told"], pytest.MonkeyPatch.context() as patch:
+        if apart:
+            patch.setattr(_preconditioner, "_APART", math.inf)
         handle = lc.compress(model, "ecdq:error=0.08", optimizer=optimizer)
         for step in range(130):
             draw = torch.Generator().manual_seed(100 * step + rank)
@@ -472,13 +481,16 @@ def test_a_warning_where_the_optimizer_is_another_one(found: ranks.Answers) -> N
     assert "without moments" in told["stranger"][0] and "block=4096" in told["stranger"][0]
 
 
-def test_rare_words_are_told_of(found: ranks.Answers) -> None:
-    told = found[0, "rare_words"]
-    assert len(told["told"]) == 1 and "block=4096" in told["told"][0], told
-    made = sum(told["errors"]) / len(told["errors"])
+def test_rare_words_have_no_units_which_would_serve_them_badly(found: ranks.Answers) -> None:
+    """And somebody who finds another such gradient is told so."""
+    units, none = found[0, "rare_words"][True], found[0, "rare_words"][False]
+    for told in (units, none):
+        assert told["stats"].error_mean < 1.1 * 0.08
+    assert not none["told"] and max(none["errors"]) < 1.3 * 0.08
+    assert len(units["told"]) == 1 and "block=4096" in units["told"][0], units
+    made = sum(units["errors"]) / len(units["errors"])
     assert made > 1
-    assert 0.5 * made < told["stats"].gradient_error_mean < 2 * made, (made, told["stats"])
-    assert told["stats"].error_mean < 1.1 * 0.08  # of g/w the promise holds
+    assert 0.5 * made < units["stats"].gradient_error_mean < 2 * made, (made, units["stats"])
 
 
 def test_gradients_one_by_one_meet_their_own_units(found: ranks.Answers) -> None:

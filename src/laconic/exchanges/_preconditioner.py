@@ -23,6 +23,11 @@ little of a value alone, so its row counts as one more.
    whatever the gradient does, if 4^e₀ ≥ mean(4^e)·E/(10 - E): raising values to the floor adds at
    most 4^e₀ to the mean. For E = 0.08 no w is below a ninth of their root mean square.
 
+4. Where a row's or a column's mean of w² is more than 32 times that of all, as in embeddings of
+   many words, most of which are rare, w = 1: units would spend nearly all bits on rows that are
+   seldom used, and the loss fell more slowly than without. Zeros of such gradients cost ecdq
+   nothing, so that its error is not even either, and 3. would not hold.
+
 Optimizers that keep no second moment (SGD) see gradients as they are, w = 1, and so do parameters
 that have not been stepped yet.
 """
@@ -55,6 +60,7 @@ _WORST = 10.0  # the plain relative squared error that is allowed
 BLOCKS = (  # what helps where ranks do not know second moments
     "take a codec with a step for every few thousand values, such as ecdq:error=0.08,block=4096"
 )
+_APART = 32.0  # times the mean of w², for that of a row or a column
 _USUAL = 0.1  # the relative squared error of codecs that name none
 _MOST_ERROR = 5.0  # above it all w are alike
 _BIAS = 1023  # of exponents in fp64
@@ -172,8 +178,13 @@ class Preconditioner:
 
     def power(self, number: int, gradient: Tensor) -> Tensor | None:
         """mean(w²) of the values of a gradient that are not 0, on its device; None if w = 1."""
-        exponents = self.units(number)
-        return None if exponents is None else _power(exponents, gradient.view(-1) != 0)
+        exponents, used = self.units(number), gradient.view(-1) != 0
+        if exponents is None:
+            return None
+        at_once = _PART if exponents.device.type == "cpu" else used.numel()
+        parts = zip(exponents.split(at_once), used.split(at_once), strict=True)
+        found = [torch.where(chosen, _square(part), 0.0).sum() for part, chosen in parts]
+        return torch.stack(found).sum() / used.sum()
 
     def into(self, x: Tensor, number: int, out: Tensor) -> None:
         """out = x in the optimizer's units."""
@@ -359,9 +370,10 @@ def _units(moment: SecondMoment, floor: float, order: tuple[int, ...]) -> Tensor
     share, epsilon = 1 / (moment.steps + 1), moment.epsilon
     work = backend(v.device).row_exponents
     known = work(rows, exponents, factor=moment.factor, share=share, epsilon=epsilon)
-    exponents = exponents.view(-1)
-    least = (0.5 * torch.log2(floor * _power(exponents))).ceil()
-    return exponents.clamp_(min=least.to(torch.int8)).mul_(known)  # else all are as they are
+    power, largest = _powers(exponents)
+    known = known * (largest <= _APART * power) if len(rows) > 1 else known  # else w = 1
+    least = (0.5 * torch.log2(floor * power)).ceil()
+    return exponents.view(-1).clamp_(min=least.to(torch.int8)).mul_(known.to(torch.int8))
 
 
 def _difference(now: Tensor, before: Tensor) -> Tensor:
@@ -369,15 +381,19 @@ def _difference(now: Tensor, before: Tensor) -> Tensor:
     return wide.clamp(-MOST_EXPONENT, MOST_EXPONENT).to(torch.int8)
 
 
-def _power(exponents: Tensor, among: Tensor | None = None) -> Tensor:
-    """mean(w²), of some values or of all; parts are added in one order by any number of cores."""
-    at_once = _PART if exponents.device.type == "cpu" else max(1, exponents.numel())
-    parts, count = exponents.split(at_once), exponents.numel()
-    if among is None:
-        return torch.stack([_square(part).sum() for part in parts]).sum() / count
-    chosen = zip(parts, among.split(at_once), strict=True)
-    found = [torch.where(one, _square(part), 0.0).sum() for part, one in chosen]
-    return torch.stack(found).sum() / among.sum()
+def _powers(exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """mean(w²) of all values, and the largest of a row or a column."""
+    most = _PART if exponents.device.type == "cpu" else exponents.numel()
+    rows, columns = (exponents.new_zeros(size, dtype=torch.float64) for size in exponents.shape)
+    for wide, below in zip(exponents.split(most, 1), columns.split(most), strict=True):
+        at_once = max(1, most // wide.shape[1])
+        for part, beside in zip(wide.split(at_once), rows.split(at_once), strict=True):
+            squares = _square(part)
+            beside.add_(squares.sum(1))
+            below.add_(squares.sum(0))
+    total = torch.stack([part.sum() for part in rows.split(most)]).sum()
+    largest = torch.maximum(rows.max() / len(columns), columns.max() / len(rows))
+    return total / exponents.numel(), largest
 
 
 def _square(exponents: Tensor) -> Tensor:
