@@ -23,7 +23,7 @@ little of a value alone, so its row counts as one more.
    whatever the gradient does, if 4^e₀ ≥ mean(4^e)·E/(10 - E): raising values to the floor adds at
    most 4^e₀ to the mean. For E = 0.08 no w is below a ninth of their root mean square.
 
-4. Where a row's or a column's mean of w² is more than 32 times that of all, as in embeddings of
+4. Where a row's or a column's mean of w² is more than 128 times that of all, as in embeddings of
    many words, most of which are rare, w = 1: units would spend nearly all bits on rows that are
    seldom used, and the loss fell more slowly than without. Zeros of such gradients cost ecdq
    nothing, so that its error is not even either, and 3. would not hold.
@@ -60,7 +60,7 @@ _WORST = 10.0  # the plain relative squared error that is allowed
 BLOCKS = (  # what helps where ranks do not know second moments
     "take a codec with a step for every few thousand values, such as ecdq:error=0.08,block=4096"
 )
-_APART = 32.0  # times the mean of w², for that of a row or a column
+_APART = 128.0  # times the mean of w², for that of a row or a column
 _USUAL = 0.1  # the relative squared error of codecs that name none
 _MOST_ERROR = 5.0  # above it all w are alike
 _BIAS = 1023  # of exponents in fp64
