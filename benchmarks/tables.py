@@ -493,9 +493,9 @@ Bits are those per value and way, all bytes of wires. Errors are the mean gradie
 its square: as it is / divided by what the optimizer divides it by; then the largest of one tensor.
 
 Frozen: gradients travel in fp32 for a fifth of the steps, then Adam's second moments stay what they
-are, as in 1-bit Adam, and bits are those of the steps after. Spectral: an experiment for Muon, error
-spread as its orthogonalisation weighs it (`benchmarks/_spectral.py`). Tokens of two characters are
-4,854, most of them rare.
+are, as in 1-bit Adam, and bits are those of the steps after. Spectral: an experiment for Muon, with
+errors as its orthogonalisation weighs them (`benchmarks/_spectral.py`). Tokens of two characters
+are 4,854, most of them rare.
 
 {geometry.tables(rows)}
 
