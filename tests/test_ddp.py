@@ -220,6 +220,19 @@ def passes_that_are_alike(rank: int) -> dict[str, bool]:
             for p in model.parameters():
                 dist.broadcast(p.data, 0)
         found[name] = equal_everywhere(model)
+    for spec in ("dqsg:bits=4", "auto"):  # ranks that have joined step no optimizer
+        model = DistributedDataParallel(network())
+        handle = lc.compress(model, spec, **({} if spec != "auto" else {"candidates": ["fp16"]}))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with model.join():
+                for step in range(2 + 6 * rank):
+                    optimizer.zero_grad()
+                    x, y = batch(rank, step)
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+        found[f"{spec}, uneven inputs"] = equal_everywhere(model)
+        handle.close()
     return found
 
 

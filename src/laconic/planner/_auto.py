@@ -27,6 +27,7 @@ from laconic.integrations._compress import check_free, not_parallel, unwrapped
 from laconic.integrations._ddp import (
     comm_hook,
     exchange_bucket,
+    in_backward,
     raise_after_backward,
     renew_units,
 )
@@ -196,6 +197,9 @@ class Auto:
         plain = self._states[PLAIN]
         if bucket.index() == 0:
             raise_after_backward(plain.lanes)
+            if not in_backward():  # nor do those strategies count that others use meanwhile
+                for state in self._states.values():
+                    state.passes = None
         return plain.order.exchange(bucket, self._course.step + (self._do is None), self._hand)
 
     def _hand(self, bucket: Bucket) -> Future[Tensor]:
