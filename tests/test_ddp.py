@@ -237,6 +237,8 @@ def passes_that_are_alike(rank: int) -> dict[str, bool]:
         model = DistributedDataParallel(network())
         handle = lc.compress(model, spec, **({} if spec != "auto" else {"candidates": ["fp16"]}))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if spec != "auto":
+            handle.check_replicas(3)  # of those that are left
         for _ in range(2):
             with model.join():
                 for step in range(2 + 6 * rank):

@@ -41,14 +41,16 @@ def exchange_bucket(state: HookState, bucket: Bucket) -> Future[Tensor]:
     """Start the exchange of a bucket that is laid out as it must be."""
     buffer, step = bucket.buffer(), state.step
     lane = state.lanes[bucket.index() % len(state.lanes)]
-    if not in_backward():
+    has_joined = not in_backward()
+    if has_joined:
         state.passes = None
     call = _call(state, lane, step, state.passes)
     if bucket.is_last():
         state.end_pass()
         state.watch_budget(step)
         if state.replicas_due(step):
-            start(lane, buffer.new_empty(0), partial(state.compare_replicas, lane, step))
+            check = partial(state.compare_replicas, lane, step, has_joined=has_joined)
+            start(lane, buffer.new_empty(0), check)
     if state.alone:
         return _done(buffer)
     if buffer.is_sparse:

@@ -42,7 +42,7 @@ from laconic.exchanges._preconditioner import (
     Preconditioner,
     preconditioner_of,
 )
-from laconic.exchanges._replicas import compare, digest
+from laconic.exchanges._replicas import absent, compare, digest
 from laconic.integrations._bucket_order import BucketOrder, real_numel
 from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import OWN, Stats, check_own, check_ranks, own_rank
@@ -403,10 +403,14 @@ class HookState:
         """Whether weights are to be compared at this step."""
         return bool(self._every) and step > 0 and step % self._every == 0
 
-    def compare_replicas(self, lane: Lane, step: int) -> None:
-        """In a lane's thread, before the step's last bucket ends: nobody changes weights yet."""
+    def compare_replicas(self, lane: Lane, step: int, *, has_joined: bool = False) -> None:
+        """In a lane's thread, before the step's last bucket ends: nobody changes weights yet.
+
+        A rank that `has_joined` (DDP's `join`) gets the others' weights at the end.
+        """
         weights = [one for ref in self._weights if (one := ref()) is not None]
-        compare(digest(weights), lane.group, step)
+        found = digest(weights)
+        compare(absent(found) if has_joined else found, lane.group, step)
 
     def watch_budget(self, step: int) -> None:
         """Say once if the error that was made has left the budget; it is looked at now and then."""
