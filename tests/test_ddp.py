@@ -220,6 +220,21 @@ def passes_that_are_alike(rank: int) -> dict[str, bool]:
             for p in model.parameters():
                 dist.broadcast(p.data, 0)
         found[name] = equal_everywhere(model)
+    model = DistributedDataParallel(network())
+    handle = lc.compress(model, "dqsg:bits=4", timeout_s=30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = handle.state_dict(), copy.deepcopy(model.state_dict())
+    for step in range(4):
+        x, y = batch(rank, step)
+        nn.functional.cross_entropy(model(x), y).backward()
+        if step != 1 or rank:
+            optimizer.step()
+        if step == 1:  # rank 0 could not step: all go back
+            handle.load_state_dict(saved[0])
+            model.load_state_dict(saved[1])
+        optimizer.zero_grad()
+    found["back after a failed step"] = equal_everywhere(model)
+
     # each rank steps a share of one layer or the other, in turns, and sends it to all
     model = DistributedDataParallel(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)))
     lc.compress(model, "dqsg:bits=4", timeout_s=30)

@@ -509,6 +509,7 @@ class HookState:
         check_own(state, *OWN)
         check_ranks(state, self.ranks, *OWN)
         self.step, self.turns = int(state["step"]), dict(state["turns"])
+        self.passes = None  # ranks may have come from different places
         if "order" in state:  # older states do not know it: their first step differs in rounding
             self.order.load_state_dict(state["order"])
         for text, codec in self._remembering():

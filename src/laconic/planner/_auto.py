@@ -191,6 +191,8 @@ class Auto:
         self._asked.clear()
         self._let_go()
         self._states[choice].load_state_dict(state["hook"])
+        for one in self._states.values():
+            one.passes = None
 
     def hand(self, bucket: Any) -> Future[Tensor]:
         """Start the exchange of one of DDP's buckets."""
