@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import laconic as lc
 from laconic.exchanges import Nested, _preconditioner
+from laconic.exchanges._ledger import ledger_of
 from laconic.exchanges._preconditioner import Preconditioner, is_adaptive, second_moment
 from laconic.kernels import backend
 from laconic.kernels._layout import MOST_EXPONENT
@@ -449,3 +450,8 @@ def test_states_that_are_of_no_parameter_are_left_out() -> None:
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     assert is_adaptive(optimizer) and units.refresh(1, {0: weight}) is not None
+
+
+def test_a_ledger_knows_nothing_of_parameters_that_no_exchange_has_recorded() -> None:
+    errors, kappas = ledger_of({}).latest([3, 7])
+    assert list(errors) == list(kappas) == [0, 0]

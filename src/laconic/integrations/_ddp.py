@@ -118,7 +118,7 @@ def raise_after_backward(lanes: Sequence[Lane]) -> None:
 
 
 def in_backward() -> bool:
-    """False where DDP's `join` has a rank without inputs send zeros, as often as others run backward.
+    """False where DDP's `join` has a rank without inputs send zeros for others' backward passes.
 
     Such a rank steps no optimizer, so it does not know how many passes they count.
     """
