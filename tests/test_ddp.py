@@ -220,6 +220,49 @@ def passes_that_are_alike(rank: int) -> dict[str, bool]:
             for p in model.parameters():
                 dist.broadcast(p.data, 0)
         found[name] = equal_everywhere(model)
+    model = DistributedDataParallel(network())
+    handle = lc.compress(model, "dqsg:bits=4", timeout_s=30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = handle.state_dict(), copy.deepcopy(model.state_dict())
+    for step in range(4):
+        x, y = batch(rank, step)
+        nn.functional.cross_entropy(model(x), y).backward()
+        if step != 1 or rank:
+            optimizer.step()
+        if step == 1:  # rank 0 could not step: all go back
+            handle.load_state_dict(saved[0])
+            model.load_state_dict(saved[1])
+        optimizer.zero_grad()
+    found["back after a failed step"] = equal_everywhere(model)
+
+    # each rank steps a share of one layer or the other, in turns, and sends it to all
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)))
+    lc.compress(model, "dqsg:bits=4", timeout_s=30)
+    parts = [list(layer.parameters()) for layer in model.module]
+    shares = [torch.optim.SGD([parts[i][(rank + i) % 2]], lr=0.01) for i in (0, 1)]
+    for step in range(6):
+        model.zero_grad()
+        model(torch.randn(4, 128)).square().mean().backward()
+        shares[step % 2].step()
+        for j, p in enumerate(parts[step % 2]):
+            dist.broadcast(p.data, (j - step % 2) % 2)
+    found["shares by hand"] = equal_everywhere(model)
+
+    for spec in ("dqsg:bits=4", "auto"):  # ranks that have joined step no optimizer
+        model = DistributedDataParallel(network())
+        handle = lc.compress(model, spec, **({} if spec != "auto" else {"candidates": ["fp16"]}))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if spec != "auto":
+            handle.check_replicas(3)  # of those that are left
+        for _ in range(2):
+            with model.join():
+                for step in range(2 + 6 * rank):
+                    optimizer.zero_grad()
+                    x, y = batch(rank, step)
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+        found[f"{spec}, uneven inputs"] = equal_everywhere(model)
+        handle.close()
     return found
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from helpers import DTYPES, assert_same_bits, gaussian
 from test_backends import Fast, compare, fast, rough
-from torch import Tensor
+from torch import Tensor, nn
 
 import laconic as lc
 from laconic.exchanges import Nested, _preconditioner
-from laconic.exchanges._preconditioner import Preconditioner, second_moment
+from laconic.exchanges._ledger import ledger_of
+from laconic.exchanges._preconditioner import Preconditioner, is_adaptive, second_moment
 from laconic.kernels import backend
 from laconic.kernels._layout import MOST_EXPONENT
 from laconic.kernels._reference.powers import rounded_log2
@@ -437,3 +438,20 @@ def test_side_information_of_other_units_is_refused() -> None:
     with pytest.raises(lc.ConfigError, match="side=group"):
         Nested(side="previous").check_units(lc.codec("ndqsg"))
     lc.Hierarchical().check_units(lc.codec("ecdq"))
+
+
+def test_states_that_are_of_no_parameter_are_left_out() -> None:
+    weight = nn.Parameter(torch.ones(20, 30))
+    optimizer = torch.optim.Adam([weight])
+    optimizer.state["calls"] = 0
+    units = Preconditioner(optimizer)
+    assert units.refresh(0, {0: weight}) is None
+    assert not is_adaptive(optimizer)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert is_adaptive(optimizer) and units.refresh(1, {0: weight}) is not None
+
+
+def test_a_ledger_knows_nothing_of_parameters_that_no_exchange_has_recorded() -> None:
+    errors, kappas = ledger_of({}).latest([3, 7])
+    assert list(errors) == list(kappas) == [0, 0]

@@ -82,7 +82,8 @@ class Ledger:
     def latest(self, parameters: Sequence[int]) -> tuple[Numbers, Numbers]:
         """The errors of these parameters' last means, and κ."""
         with self._lock:
-            rows = self._table[self._rows(parameters)]
+            places = self._rows(parameters)  # makes a larger table for new ones
+            rows = self._table[places]
         return rows[:, _LAST], rows[:, _KAPPA]
 
     def kappa(self) -> float | None:

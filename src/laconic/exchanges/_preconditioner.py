@@ -293,7 +293,12 @@ def _fresh(state: Mapping[str, Any]) -> bool:
 
 
 def _unstepped(optimizer: Any) -> bool:
-    return all(_fresh(state) for state in optimizer.state.values())
+    return all(_fresh(state) for state in _states(optimizer))
+
+
+def _states(optimizer: Any) -> list[Mapping[str, Any]]:
+    """Of its parameters; optimizers may keep numbers of their own beside these."""
+    return [state for state in optimizer.state.values() if isinstance(state, Mapping)]
 
 
 def _factored(row: str, column: str, *, keeps: bool) -> Callable[..., SecondMoment]:
@@ -352,7 +357,7 @@ def amplified(optimizer: Any, codec: Codec, advice: str) -> str:
 
 def is_adaptive(optimizer: Any) -> bool:
     """Whether an optimizer that has made a step divides gradients by a second moment."""
-    return any(not _READERS.keys().isdisjoint(state) for state in optimizer.state.values())
+    return any(not _READERS.keys().isdisjoint(state) for state in _states(optimizer))
 
 
 def divides(optimizer: Any) -> bool:

@@ -15,6 +15,7 @@ from laconic.exchanges._lost import talking
 from laconic.kernels import backend
 
 _WORD = 4
+_ABSENT = -(1 << 62)  # instead of the digest of a rank that has none to show
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
@@ -37,6 +38,11 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
     return torch.zeros((), dtype=torch.int64) if total is None else total
 
 
+def absent(found: Tensor) -> Tensor:
+    """What a rank shows that takes no part in this, in place of its digest."""
+    return torch.full_like(found, _ABSENT)
+
+
 def compare(found: Tensor, group: dist.ProcessGroup, step: int = 0, what: str = "replicas") -> None:
     """ReplicaError on every rank, naming those that differ from most, unless all digests are equal.
 
@@ -48,7 +54,8 @@ def compare(found: Tensor, group: dist.ProcessGroup, step: int = 0, what: str = 
         dist.all_gather(every, found.view(1), group=group)
     holders: dict[int, list[int]] = {}
     for rank, value in enumerate(torch.cat(every).tolist()):
-        holders.setdefault(value, []).append(rank)
+        if value != _ABSENT:
+            holders.setdefault(value, []).append(rank)
     if len(holders) > 1:
         raise ReplicaError(_said(what, sorted(holders.values(), key=len, reverse=True), call))
 

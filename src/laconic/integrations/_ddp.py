@@ -41,12 +41,16 @@ def exchange_bucket(state: HookState, bucket: Bucket) -> Future[Tensor]:
     """Start the exchange of a bucket that is laid out as it must be."""
     buffer, step = bucket.buffer(), state.step
     lane = state.lanes[bucket.index() % len(state.lanes)]
+    has_joined = not in_backward()
+    if has_joined:
+        state.passes = None
     call = _call(state, lane, step, state.passes)
     if bucket.is_last():
         state.end_pass()
         state.watch_budget(step)
         if state.replicas_due(step):
-            start(lane, buffer.new_empty(0), partial(state.compare_replicas, lane, step))
+            check = partial(state.compare_replicas, lane, step, has_joined=has_joined)
+            start(lane, buffer.new_empty(0), check)
     if state.alone:
         return _done(buffer)
     if buffer.is_sparse:
@@ -111,6 +115,14 @@ def raise_after_backward(lanes: Sequence[Lane]) -> None:
     engine: Any = torch.autograd.Variable._execution_engine
     with suppress(RuntimeError):
         engine.queue_callback(lambda: engine.queue_callback(check))
+
+
+def in_backward() -> bool:
+    """False where DDP's `join` has a rank without inputs send zeros for others' backward passes.
+
+    Such a rank steps no optimizer, so it does not know how many passes they count.
+    """
+    return torch._C._current_graph_task_id() >= 0
 
 
 def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future[Tensor]:

@@ -42,7 +42,7 @@ from laconic.exchanges._preconditioner import (
     Preconditioner,
     preconditioner_of,
 )
-from laconic.exchanges._replicas import compare, digest
+from laconic.exchanges._replicas import absent, compare, digest
 from laconic.integrations._bucket_order import BucketOrder, real_numel
 from laconic.integrations._choices import Choices, check_warmup, line
 from laconic.integrations._common import OWN, Stats, check_own, check_ranks, own_rank
@@ -126,6 +126,14 @@ class _Seen:
         }
 
 
+class _Heard(NamedTuple):
+    """An optimizer that has made a step."""
+
+    optimizer: weakref.ref[Any]
+    count: int  # of its parameters: where it changes, they are looked at again
+    trains: bool  # this model
+
+
 class _Waiting(NamedTuple):
     """What is needed when ranks meet, and not afterwards."""
 
@@ -175,7 +183,8 @@ class HookState:
         check_warmup(warmup_steps)
         self.warmup_steps, self.seed, self.step = warmup_steps, seed, 0
         self.passes: int | None = None  # of backward, since an optimizer stepped the model
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that step it
+        self._optimizers: dict[int, _Heard] = {}  # that have made a step, of other models, too
+        self._counts = False  # passes: optimizers that were heard step all that is encoded
         self._warns = lanes is None  # of noise; states that take turns leave it to their owner
         self.draws = seed  # once the model is known, the seed of its own draws
         self.even_alone, self.alone = even_alone, False
@@ -235,6 +244,8 @@ class HookState:
         """Ask the policy about every parameter; a line for each, to be compared between ranks."""
         lines, strange = [], []
         self._parameters.clear()
+        self._optimizers.clear()
+        self._counts = False
         self._encoded.clear()
         self._names = [name for name, _ in module.named_parameters()]
         for number, (name, parameter) in enumerate(module.named_parameters()):
@@ -269,14 +280,31 @@ class HookState:
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step: of this model, or of another one."""
-        if optimizer in self._optimizers:
-            self.passes = 0
-            return
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        heard = self._optimizers.get(id(optimizer))
+        if heard is None or heard.optimizer() is not optimizer or heard.count != count:
+            heard = self._hear(optimizer, count)
+        if heard.trains:
+            self.passes = 0 if self._counts else None
+
+    def _hear(self, optimizer: Any, count: int) -> _Heard:
+        """Get to know an optimizer, which steps so many parameters.
+
+        Passes count only where this rank's optimizers step all that is encoded. Ranks that share
+        them out may step their shares at other times: whoever has none of a layer waits for it.
+        """
         own = self._trained_by(optimizer)
-        if not own:
-            return
-        self._optimizers.add(optimizer)
-        self.passes = 0
+        heard = _Heard(weakref.ref(optimizer), count, bool(own))
+        alive = {key: one for key, one in self._optimizers.items() if one.optimizer() is not None}
+        self._optimizers = alive | {id(optimizer): heard}
+        if own:
+            self._warn_of_noise(optimizer, own)
+            found = [one.optimizer() for one in self._optimizers.values() if one.trains]
+            stepped = {id(one) for each in found if each is not None for one in _stepped_by(each)}
+            self._counts = stepped.issuperset(map(id, self._encoded_parameters().values()))
+        return heard
+
+    def _warn_of_noise(self, optimizer: Any, own: Sequence[Tensor]) -> None:
         units = self.preconditioner
         if self._warns and (units is None or not units.reads(own)):
             self._warns = False
@@ -293,8 +321,7 @@ class HookState:
     def _trained_by(self, optimizer: Any) -> list[Tensor]:
         """The encoded parameters that an optimizer steps."""
         own = {id(one) for one in self._encoded_parameters().values()}
-        every = [one for group in optimizer.param_groups for one in group["params"]]
-        return [one for one in every if id(one) in own]
+        return [one for one in _stepped_by(optimizer) if id(one) in own]
 
     @property
     def cold(self) -> bool:
@@ -376,10 +403,14 @@ class HookState:
         """Whether weights are to be compared at this step."""
         return bool(self._every) and step > 0 and step % self._every == 0
 
-    def compare_replicas(self, lane: Lane, step: int) -> None:
-        """In a lane's thread, before the step's last bucket ends: nobody changes weights yet."""
+    def compare_replicas(self, lane: Lane, step: int, *, has_joined: bool = False) -> None:
+        """In a lane's thread, before the step's last bucket ends: nobody changes weights yet.
+
+        A rank that `has_joined` (DDP's `join`) gets the others' weights at the end.
+        """
         weights = [one for ref in self._weights if (one := ref()) is not None]
-        compare(digest(weights), lane.group, step)
+        found = digest(weights)
+        compare(absent(found) if has_joined else found, lane.group, step)
 
     def watch_budget(self, step: int) -> None:
         """Say once if the error that was made has left the budget; it is looked at now and then."""
@@ -478,6 +509,7 @@ class HookState:
         check_own(state, *OWN)
         check_ranks(state, self.ranks, *OWN)
         self.step, self.turns = int(state["step"]), dict(state["turns"])
+        self.passes = None  # ranks may have come from different places
         if "order" in state:  # older states do not know it: their first step differs in rounding
             self.order.load_state_dict(state["order"])
         for text, codec in self._remembering():
@@ -522,6 +554,10 @@ class HookState:
             if text is not None
         ]
         return Plan(tuple(loads), plain)
+
+
+def _stepped_by(optimizer: Any) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def _device(module: nn.Module) -> torch.device:

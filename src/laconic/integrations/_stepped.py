@@ -6,6 +6,7 @@ import logging
 import weakref
 from typing import Any, Protocol
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from laconic.codecs import Codec
@@ -36,6 +37,7 @@ def hear_of_steps(listener: Listener) -> None:
         register_optimizer_step_post_hook(_tell)
 
 
+@torch._disable_dynamo  # a compiled step would trace all listeners, anew for each number of passes
 def _tell(optimizer: Any, *_: Any) -> None:
     for listener in list(_listeners):
         listener.stepped(optimizer)

@@ -27,6 +27,7 @@ from laconic.integrations._compress import check_free, not_parallel, unwrapped
 from laconic.integrations._ddp import (
     comm_hook,
     exchange_bucket,
+    in_backward,
     raise_after_backward,
     renew_units,
 )
@@ -190,12 +191,17 @@ class Auto:
         self._asked.clear()
         self._let_go()
         self._states[choice].load_state_dict(state["hook"])
+        for one in self._states.values():
+            one.passes = None
 
     def hand(self, bucket: Any) -> Future[Tensor]:
         """Start the exchange of one of DDP's buckets."""
         plain = self._states[PLAIN]
         if bucket.index() == 0:
             raise_after_backward(plain.lanes)
+            if not in_backward():  # nor do those strategies count that others use meanwhile
+                for state in self._states.values():
+                    state.passes = None
         return plain.order.exchange(bucket, self._course.step + (self._do is None), self._hand)
 
     def _hand(self, bucket: Bucket) -> Future[Tensor]:
