@@ -250,7 +250,8 @@ def passes_that_are_alike(rank: int) -> dict[str, bool]:
 
     for spec in ("dqsg:bits=4", "auto"):  # ranks that have joined step no optimizer
         model = DistributedDataParallel(network())
-        handle = lc.compress(model, spec, **({} if spec != "auto" else {"candidates": ["fp16"]}))
+        given: dict[str, Any] = {} if spec != "auto" else {"candidates": ["fp16"]}
+        handle: Any = lc.compress(model, spec, **given)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if spec != "auto":
             handle.check_replicas(3)  # of those that are left

@@ -443,7 +443,8 @@ def test_side_information_of_other_units_is_refused() -> None:
 def test_states_that_are_of_no_parameter_are_left_out() -> None:
     weight = nn.Parameter(torch.ones(20, 30))
     optimizer = torch.optim.Adam([weight])
-    optimizer.state["calls"] = 0
+    kept: Any = optimizer.state
+    kept["calls"] = 0
     units = Preconditioner(optimizer)
     assert units.refresh(0, {0: weight}) is None
     assert not is_adaptive(optimizer)

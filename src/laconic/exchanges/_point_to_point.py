@@ -28,7 +28,7 @@ class Flight:
     def wait(self, call: Call) -> Tensor:
         """What arrived behind the frame, checked. On CUDA only the stream waits, but for Gloo's."""
         with call.traffic.sending(0):
-            for peer, work in self.works:
+            for peer, work in reversed(self.works):  # what arrives first: see `one_after_another`
                 with talking(call, peer):
                     work.wait()
         if not self.arriving.numel():

@@ -24,20 +24,29 @@ def takes_turns(call: Call, device: torch.device) -> bool:
 
 
 def one_after_another(arriving: Sequence[Tensor], leaving: Sequence[Tensor], call: Call) -> None:
-    """leaving[j] to rank j, arriving[i] from rank i."""
+    """leaving[j] to rank j, arriving[i] from rank i.
+
+    A rank begins its next message when that of the rank before it has come: all ranks take the same
+    turns, so the one that it sent has then mostly gone, too. Messages that leave are waited for
+    last: Gloo does not tell of a message that was on its way when the peer went, before its
+    time-out, and does tell of one that was awaited.
+    """
     n, rank, group = call.size, call.rank, call.group
     arriving[rank].copy_(leaving[rank])
     before, behind = ([(rank + way * k) % n for k in range(1, n)] for way in (-1, 1))
-    awaited = []
+    awaited, left = {}, []
     for i in before:
         if arriving[i].numel():
             arriving[i][:FRAME_BYTES].zero_()  # what was here before is no frame of anybody's
             with talking(call, i):
-                awaited.append((i, group.recv([arriving[i]], i, 0)))
-    for j in behind:
+                awaited[i] = group.recv([arriving[i]], i, 0)
+    for i, j in zip(before, behind, strict=True):
         if leaving[j].numel():
             with talking(call, j):
-                group.send([leaving[j]], j, 0).wait()
-    for i, work in awaited:
-        with talking(call, i):
+                left.append((j, group.send([leaving[j]], j, 0)))
+        if i in awaited:
+            with talking(call, i):
+                awaited[i].wait()
+    for j, work in left:
+        with talking(call, j):
             work.wait()

@@ -130,7 +130,7 @@ class _Heard(NamedTuple):
     """An optimizer that has made a step."""
 
     optimizer: weakref.ref[Any]
-    count: int  # of its parameters: where it changes, they are looked at again
+    parameters: int  # how many: where that changes, they are looked at again
     trains: bool  # this model
 
 
@@ -282,7 +282,7 @@ class HookState:
         """An optimizer has made a step: of this model, or of another one."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         heard = self._optimizers.get(id(optimizer))
-        if heard is None or heard.optimizer() is not optimizer or heard.count != count:
+        if heard is None or heard.optimizer() is not optimizer or heard.parameters != count:
             heard = self._hear(optimizer, count)
         if heard.trains:
             self.passes = 0 if self._counts else None

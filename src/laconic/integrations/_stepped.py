@@ -37,7 +37,9 @@ def hear_of_steps(listener: Listener) -> None:
         register_optimizer_step_post_hook(_tell)
 
 
-@torch._disable_dynamo  # a compiled step would trace all listeners, anew for each number of passes
+# A compiled step would trace all listeners, anew for each number of passes. torch.compiler.disable
+# does the same, and imports all of torch's compiler.
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 def _tell(optimizer: Any, *_: Any) -> None:
     for listener in list(_listeners):
         listener.stepped(optimizer)
