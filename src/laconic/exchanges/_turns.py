@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,9 @@ from torch import Tensor
 from laconic.exchanges._base import Call
 from laconic.exchanges._frame import FRAME_BYTES
 from laconic.exchanges._lost import talking
+
+_PATIENCE_S = 30.0  # for a peer that has stopped for a moment
+_SLOWEST = 1e4  # bytes per second
 
 
 def takes_turns(call: Call, device: torch.device) -> bool:
@@ -28,8 +32,9 @@ def one_after_another(arriving: Sequence[Tensor], leaving: Sequence[Tensor], cal
 
     A rank begins its next message when that of the rank before it has come: all ranks take the same
     turns, so the one that it sent has then mostly gone, too. Messages that leave are waited for
-    last: Gloo does not tell of a message that was on its way when the peer went, before its
-    time-out, and does tell of one that was awaited.
+    last: Gloo does not tell of a message that was on its way when the peer went, before a time-out,
+    and does tell of one that was awaited. That time-out may be short for a peer whose own message
+    has come: it has made room for ours before, so nothing but the wire is waited for.
     """
     n, rank, group = call.size, call.rank, call.group
     arriving[rank].copy_(leaving[rank])
@@ -49,4 +54,7 @@ def one_after_another(arriving: Sequence[Tensor], leaving: Sequence[Tensor], cal
                 awaited[i].wait()
     for j, work in left:
         with talking(call, j):
-            work.wait()
+            if j in awaited:
+                work.wait(timedelta(seconds=_PATIENCE_S + leaving[j].numel() / _SLOWEST))
+            else:
+                work.wait()
