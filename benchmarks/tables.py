@@ -501,10 +501,10 @@ are 4,854, most of them rare.
 
 What it says:
 
-- Under AdamW one step per tensor costs 1.2% of the loss after 250 steps, on 3 and on 4 workers, 0.7%
-  after 1,000, and nothing to be seen after 3,000. A step per 4,096 values, or the optimizer's units,
-  cost nothing that five seeds could show down to 2 bits per value; at 1.7 about half a percent after
-  250 steps, and nothing after 1,000.
+- Under AdamW one step per tensor costs 1.2% of the loss after 250 steps, on 3 and on 4 workers,
+  0.7% after 1,000, and nothing to be seen after 3,000. A step per 4,096 values, or the optimizer's
+  units, cost nothing that five seeds could show down to 2 bits per value; at 1.7 about half a
+  percent after 250 steps, and nothing after 1,000.
 - Clipping acts as often as in plain training down to 2 bits; at 1.7 in 3 to 10% more of the steps.
 - The two are equal within the spread, and `block=` needs to know nothing. With tokens of two
   characters single runs differ by several percent, so that losses tell little; embeddings of rare
