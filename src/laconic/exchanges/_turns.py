@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,9 +54,17 @@ def one_after_another(arriving: Sequence[Tensor], leaving: Sequence[Tensor], cal
         if i in awaited:
             with talking(call, i):
                 awaited[i].wait()
+    limited = _takes_limits(group)
     for j, work in left:
         with talking(call, j):
-            if j in awaited:
+            if limited and j in awaited:
                 work.wait(timedelta(seconds=_PATIENCE_S + leaving[j].numel() / _SLOWEST))
             else:
                 work.wait()
+
+
+def _takes_limits(group: Any) -> bool:
+    """Whether its works can be waited for with a time-out: torch's own can, others' need not."""
+    with suppress(RuntimeError):
+        return isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    return False
