@@ -34,6 +34,7 @@ from laconic.exchanges._transport import (
     sum_in_place,
     swap,
 )
+from laconic.exchanges._turns import one_after_another
 from laconic.exchanges._wires import Sizes
 
 RANKS, VALUES, STEP = 3, 3000, 18
@@ -566,3 +567,20 @@ def test_gloo_s_own_ranks(tmp_path: Path) -> None:
         assert all(kind == "LostError" for kind, _ in found), found
         assert all("[RuntimeError" in text for _, text in found), found
         assert any("rank 2 is gone" in text for _, text in found), found
+
+
+class _Unheard:
+    """A message that Gloo had begun to send when the peer went: it never tells."""
+
+    def wait(self, *_: Any) -> None:
+        raise AssertionError("waited for what leaves before what arrives")
+
+
+def test_a_peer_that_goes_while_we_send_is_known_by_what_it_does_not_send() -> None:
+    with memory_groups(2) as groups:
+        mine: Any = groups[0]
+        mine.send = lambda *_: _Unheard()
+        mine.hub.leave(1)
+        arriving, leaving = ([torch.zeros(32, dtype=torch.uint8) for _ in range(2)] for _ in "ab")
+        with pytest.raises(lc.LostError, match="rank 1 is gone"):
+            one_after_another(arriving, leaving, Call(group=mine))
