@@ -9,18 +9,19 @@ JOBS ?= 2
 RACE := $(VENV)/.race
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test docs fuzz long bench lint format clean
+.PHONY: help venv demo test docs fuzz long bench lint kernels format clean
 
 help: ## Say what the targets do
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 venv: $(STAMP) ## Create or update .venv
 
-demo: $(RACE) ## Race: eight strategies over thin links, a verdict, report.html (2 minutes)
+demo: $(RACE) ## Race: eight strategies over slow links, a verdict, report.html (2 minutes)
 	$(BIN)/laconic race
 
 # The cap keeps oneDNN off instructions that some virtual machines announce and do not have.
-test: lint ## Lint, then run all tests
+test: $(STAMP) ## Lint, then run all tests
+	$(MAKE) --no-print-directory -j2 lint kernels
 	ONEDNN_MAX_CPU_ISA=AVX512_CORE $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 docs: $(STAMP) ## Build the documents' site in build/site; warnings are errors
@@ -30,7 +31,7 @@ fuzz: $(STAMP) ## A million hostile streams for every coder (about 6 minutes)
 	$(BIN)/python tests/fuzz.py
 
 long: $(STAMP) ## The same bits on all ranks, for 200 steps of every codec on every exchange
-	LACONIC_TEST_STEPS=200 $(BIN)/python -m pytest -q -o timeout=1200 tests/test_exchanges.py
+	LACONIC_TEST_STEPS=200 $(BIN)/python -m pytest -q -o timeout=1200 tests/exchanges/test_exchanges.py
 
 bench: $(STAMP) ## Measure codecs and CPU kernels; GRADIENTS=file.npz adds models
 	$(BIN)/python -m benchmarks.cpu --save
@@ -41,6 +42,9 @@ lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+kernels: $(STAMP) # compiled once, not by all tests that are first at the same time
+	$(BIN)/python tests/warm.py
 
 format: $(STAMP) ## Rewrite the code in house format
 	$(BIN)/ruff check --fix .

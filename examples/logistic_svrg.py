@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import laconic as lc
+from laconic._scratch import Scratch
 from laconic._wire import HEADER_BYTES
 from laconic.codecs import Codec
-from laconic.codecs._memory import Scratch
-from laconic.exchanges import Call, Exchange
+from laconic.comm._context import ExchangeContext
+from laconic.exchanges import Exchange
 
 LAMBDA, LR, STEPS, BATCH = 0.05, 0.3, 40, 4
 D = 650
@@ -45,13 +46,15 @@ class Metered(Exchange):
         """Carries what all-gather carries."""
         lc.AllGather().check(codec)
 
-    def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
+    def mean(
+        self, x: Tensor, codec: Codec, context: ExchangeContext, uncompressed: Tensor | None = None
+    ) -> None:
         """Count, and let all-gather do it."""
-        size = codec.encode(x, call.key(call.rank)).nbytes
+        size = codec.encode(x, context.key(context.rank)).nbytes
         around = HEADER_BYTES + (CHUNK_BYTES if codec.varies else 0)
         self.counts[0] += 8 * (size - around)
         self.counts[1] += 8 * size
-        lc.AllGather().mean(x, codec, call, rest)
+        lc.AllGather().mean(x, codec, context, uncompressed)
 
 
 @lru_cache
@@ -136,8 +139,8 @@ def qsgd(data: Any, epochs: int, rank: int, size: int) -> list[tuple[float, int,
             value = loss(model, (data[0][chosen], data[1][chosen]))
             found = torch.autograd.grad(share * value, list(model.parameters()))
             v = torch.cat([part.flatten() for part in found])
-            call = Call(group=group, step=epoch * STEPS + step, scratch=scratch)
-            meter.mean(v, codec, call)
+            context = ExchangeContext(group=group, step=epoch * STEPS + step, scratch=scratch)
+            meter.mean(v, codec, context)
             with torch.no_grad():
                 for p, part in zip(model.parameters(), v.split([640, 10]), strict=True):
                     p.sub_(LR * part.view(p.shape))

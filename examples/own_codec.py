@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss, pad
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
-from laconic.codecs import Header, Into, uniform
+from laconic.codecs import DecodeTarget, Header, uniform
 from laconic.testing import check_codec
 
 
@@ -57,7 +57,7 @@ class Ternary(lc.Codec):
         body[:4].view(torch.float32).copy_(scale)
         body[4:].copy_(fours[:, 0] | fours[:, 1] << 2 | fours[:, 2] << 4 | fours[:, 3] << 6)
 
-    def _read(self, wire: lc.Wire, body: Tensor, into: Into) -> None:
+    def _read(self, wire: lc.Wire, body: Tensor, into: DecodeTarget) -> None:
         shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=body.device)
         codes = (body[4:, None] >> shifts & 3).view(-1)[: wire.header.numel]
         into.put((codes.float() - 1) * body[:4].view(torch.float32))

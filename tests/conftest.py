@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, below
 
 from helpers import kernels
+from programs import Programs, started
 
 from laconic.kernels import using
 
@@ -36,6 +38,22 @@ def signals_arrive() -> None:
 def one_thread() -> None:
     """Tests use small tensors: torch's threads would cost more than the work they share."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Starts programs that need no more than torch and laconic."""
+    with started() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def frameworks() -> Iterator[Programs]:
+    """Starts programs that use frameworks, which take seconds to import."""
+    names = ("sklearn.datasets", "lightning", "accelerate", "transformers.trainer")
+    there = [name for name in names if importlib.util.find_spec(name.partition(".")[0])]
+    with started(*there) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

@@ -110,10 +110,13 @@ class Hostile:
 
     def __init__(self, name: str) -> None:
         own = coder(name)
-        module = {Kind.ELIAS_SPARSE: "elias"}.get(own.kind, own.kind.name.lower())
-        kernels = import_module(f"laconic.kernels._numba.{module}")
+        module = {Kind.FIXED: "chunk", Kind.ELIAS_SPARSE: "elias"}.get(
+            own.kind, own.kind.name.lower()
+        )
+        loops = import_module(f"laconic.kernels._numba.{module}").CODER
         self.name, self.coder = name, own
-        self.decode: Callable[..., int] = getattr(kernels, f"decode_{module}")
+        self.decode: Callable[..., int] = loops.decode
+        self.tables = loops.tables()[1]
         self.payload = Guarded(2 * 8193, np.uint32)
         self.q = Guarded(CHUNK, np.int16)
         self.scratch = Guarded(WORK_WORDS, np.uint32).array(WORK_WORDS)
@@ -133,7 +136,8 @@ class Hostile:
         q[:] = 77
         count, ends = np.array([n], np.int32), np.array([len(chunk)], np.uint32)
         limit = int(rng.choice([1, 7, 127, 32767]))
-        bad = self.decode(words, 0, 1, count, ends, *self.key, limit, self.scratch, q)
+        rest = (self.key, limit, self.scratch, self.tables, q)
+        bad = self.decode(words, 0, 1, count, ends, *rest)
         if bad >= 0:
             return
         assert np.abs(q[:n].astype(int)).max() <= limit and not q[n:].any()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import combinations, product
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import laconic as lc
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PATIENCE_S = 600.0  # against hangs, not slowness: how long tests wait for what must come
 FLT_MAX = torch.finfo(torch.float32).max
 
 
@@ -116,3 +118,19 @@ def warnings_told() -> Iterator[list[str]]:
         yield told
     finally:
         logger.removeHandler(handler)
+
+
+def covering(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows in which every two values of different columns meet: few of all that there are.
+
+    For cells that take seconds each, and differ in no more than two of their values at a time.
+    """
+    rows, every = list[tuple[Any, ...]](), list(product(*values))
+    pairs = {
+        row: {(i, a, j, b) for (i, a), (j, b) in combinations(enumerate(row), 2)} for row in every
+    }
+    missing = set[tuple[Any, ...]]().union(*pairs.values())
+    while missing:
+        rows.append(max(every, key=lambda row: len(pairs[row] & missing)))
+        missing -= pairs[rows[-1]]
+    return rows

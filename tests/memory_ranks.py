@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers import PATIENCE_S
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.futures import Future
-
-_PATIENCE_S = 50.0
 
 
 class Hub:
@@ -47,7 +46,7 @@ def _lines(size: int) -> dict[tuple[int, int], Queue[Any]]:
 
 def taken(line: Queue[Any]) -> Any:
     """What comes next; as Gloo's, an error if nothing will."""
-    found = line.get(timeout=_PATIENCE_S)
+    found = line.get(timeout=PATIENCE_S)
     if found is None:
         line.put(None)
         raise RuntimeError("[gloo/transport/memory] Connection closed by peer")

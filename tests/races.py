@@ -96,7 +96,7 @@ def sample() -> Race:
                   testing=360),
         lanes=lanes,
         codecs=(exact, half, *codecs),
-        verdict="ecdq:error=0.08 reaches 90% 5.1 times sooner than fp32, with 10 times fewer "
+        verdict="ecdq:error=0.08 reaches 90% 5.1 times faster than fp32, with 10 times fewer "
         "bytes, and ends within 0.1 points of it.",
         laconic="0.9.0",
     )  # fmt: skip

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers import PATIENCE_S
 
-PATIENCE = timedelta(seconds=60)
-HEAVY = ("torch", "torch.distributed", "numba", "pytest", "warm")
+PATIENCE = timedelta(seconds=PATIENCE_S)
 Job = Callable[[int], Any]
 Answers = dict[tuple[int, str], Any]
 
@@ -30,7 +30,7 @@ def processes() -> Any:
     that it was first started with.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*HEAVY])
+    context.set_forkserver_preload(["warm"])
     with pytest.MonkeyPatch.context() as patch:  # where it looks for `warm`
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         forkserver.ensure_running()
@@ -50,11 +50,11 @@ def run(jobs: Sequence[Job], size: int, folder: Path) -> Answers:
     answers = {}
     try:
         for _ in range(size * len(jobs)):
-            rank, name, value, problem = pickle.loads(results.get(timeout=280))
+            rank, name, value, problem = pickle.loads(results.get(timeout=PATIENCE_S))
             assert problem is None, f"rank {rank}, {name}: {problem}"
             answers[rank, name] = value
         for process in started:
-            process.join(60)
+            process.join(PATIENCE_S)
             assert process.exitcode == 0
     finally:
         for process in started:
@@ -85,15 +85,21 @@ def _put(results: Any, *answer: Any) -> None:
 
 def _worker(rank: int, size: int, store: str, jobs: Sequence[Job], results: Any) -> None:
     with member(rank, size, store):
-        for job in jobs:
-            try:
-                _put(results, rank, job.__name__, job(rank), None)
-            except Exception:
-                _put(results, rank, job.__name__, None, traceback.format_exc())
-                results.close()
-                results.join_thread()
-                os._exit(1)  # peers may wait for this rank
-            dist.barrier()
+        try:
+            for name, answer in answered(jobs, rank):
+                _put(results, rank, name, answer, None)
+        except Exception:
+            _put(results, rank, "a job", None, traceback.format_exc())
+            results.close()
+            results.join_thread()
+            os._exit(1)  # peers may wait for this rank
+
+
+def answered(jobs: Sequence[Job], rank: int) -> Iterator[tuple[str, Any]]:
+    """Each job's name and its answer; ranks begin a job together."""
+    for job in jobs:
+        yield job.__name__, job(rank)
+        dist.barrier()
 
 
 def in_groups(

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import races
+from helpers import PATIENCE_S
 from typer.testing import CliRunner
 
 import laconic as lc
@@ -160,10 +161,10 @@ def no_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         raise AssertionError("the long work began")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("laconic.cli._race_run.race", begun)
-    monkeypatch.setattr("laconic.cli._probe_run.measure", begun)
-    monkeypatch.setattr("laconic.cli._plan_run.plan", begun)
-    monkeypatch.setattr("laconic.cli._probe_run._ranks", lambda patience_s: nullcontext())
+    monkeypatch.setattr("laconic.race.race", begun)
+    monkeypatch.setattr("laconic.planner.probe", begun)
+    monkeypatch.setattr("laconic.planner.plan", begun)
+    monkeypatch.setattr("laconic.cli._probe._process_group", lambda patience_s: nullcontext())
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -202,7 +203,7 @@ def test_what_was_found_is_shown_before_it_is_written(
 ) -> None:
     """A disk that fills meanwhile costs the file, not the numbers; stdout stays JSON."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("laconic.cli._race_run.race", lambda *words, **options: races.diverged())
+    monkeypatch.setattr("laconic.race.race", lambda *words, **options: races.diverged())
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -468,7 +469,10 @@ def run(command: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     command = f"{command.replace('laconic', program, 1)}; exit ${{PIPESTATUS[0]}}"
     usual = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
     return subprocess.run(
-        ["bash", "-c", command], capture_output=True, timeout=50, env={**usual, **environment}
+        ["bash", "-c", command],
+        capture_output=True,
+        timeout=PATIENCE_S,
+        env={**usual, **environment},
     )
 
 

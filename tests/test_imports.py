@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import PATIENCE_S
 
 import laconic
 
@@ -17,11 +18,25 @@ PACKAGE = Path(laconic.__file__).parent
 
 # each layer imports from its own row and from rows above only
 LAYERS = (
-    ("errors", "_key", "_version", "_units", "_host", "_files", "_records"),
+    (
+        "errors",
+        "_key",
+        "_scratch",
+        "_settings",
+        "_spec",
+        "_version",
+        "_units",
+        "_host",
+        "_files",
+        "_records",
+    ),
     ("kernels",),
     ("_wire",),
     ("coders",),
     ("codecs",),
+    ("_cost",),
+    ("comm",),
+    ("sharding",),
     ("exchanges",),
     ("server",),
     ("schedules",),
@@ -29,7 +44,7 @@ LAYERS = (
     ("planner", "lab", "bench", "testing"),
     ("race",),
     ("report",),
-    ("cli", "__main__"),
+    ("cli", "__main__", "_compress"),
 )
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}
 
@@ -113,6 +128,14 @@ def test_a_right_import_is_allowed(source: str, module: str) -> None:
     assert not violations(source, module)
 
 
+def test_only_schedules_with_servers_import_the_server() -> None:
+    users = {"_async", "_flat_optimizer", "_server_master", "_ssd"}
+    for path in (PACKAGE / "schedules").glob("*.py"):
+        names = imported(ast.parse(path.read_text()), module_name(path))
+        uses = any(name.startswith("laconic.server") for name in names)
+        assert not uses or path.stem in users, path
+
+
 def run(code: str) -> str:
     """Output and complaints of a fresh interpreter, warnings being errors."""
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -120,22 +143,30 @@ def run(code: str) -> str:
         [sys.executable, "-W", "error", "-c", code],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENCE_S,
         env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
-def test_importing_laconic_imports_neither_numba_nor_triton() -> None:
+# `import laconic` alone imports nothing: names are imported when they are used
+EVERYTHING = "from laconic import *\n"
+
+
+@pytest.fixture(scope="module")
+def modules() -> set[str]:
+    """What all names of laconic import."""
+    return set(run(f"{EVERYTHING}import sys; print(*sys.modules)").split())
+
+
+def test_importing_laconic_imports_neither_numba_nor_triton(modules: set[str]) -> None:
     """They take seconds; kernels load them when first used."""
-    code = "import laconic, sys; print({'numba', 'triton', 'llvmlite'} & set(sys.modules))"
-    assert run(code).strip() == "set()"
+    assert "laconic.kernels" in modules and not modules & {"numba", "triton", "llvmlite"}
 
 
-def test_importing_laconic_does_not_import_the_lab() -> None:
-    code = "import laconic, sys; print([m for m in sys.modules if m.startswith('laconic.lab')])"
-    assert run(code).strip() == "[]"
+def test_importing_laconic_does_not_import_the_lab(modules: set[str]) -> None:
+    assert "laconic.planner" in modules and "laconic.lab" not in modules
 
 
 def test_making_a_codec_imports_neither_numba_nor_triton() -> None:
@@ -147,8 +178,8 @@ def test_making_a_codec_imports_neither_numba_nor_triton() -> None:
 
 
 def test_importing_laconic_is_silent_and_changes_nothing() -> None:
-    code = """
-import os, random, threading, numpy, torch
+    code = f"""
+import os, random, threading, numpy, torch, torch.distributed, torch.optim
 def state():
     return (
         dict(os.environ), threading.active_count(), torch.get_num_threads(),
@@ -156,7 +187,8 @@ def state():
         str(numpy.random.get_state()), numpy.geterr(),
     )
 before = state()
-import laconic
+{EVERYTHING}
+assert "laconic.integrations" in __import__("sys").modules
 assert state() == before
 """
     assert run(code) == ""

@@ -13,8 +13,9 @@ step t draws what it would have drawn. The 64-bit part runs once per encode, on 
 (k0, k1) are the halves of the stream. The rounds are the two-round mix that C. Wellons found by
 search (public domain, "hash prospector"); k1 enters between them so that two streams are not
 shifted copies of each other. On the plain counter the two rounds are not enough: draws 128 or
-1024 apart are visibly dependent in 2^20 pairs (`tests/test_random.py` shows both). Stepping by the
-golden ratio (a Weyl sequence) repairs that at the price of a multiply-add in place of the add.
+1024 apart are visibly dependent in 2^20 pairs (`tests/kernels/test_random.py` shows both).
+Stepping by the golden ratio (a Weyl sequence) repairs that at the price of a multiply-add in
+place of the add.
 
 One 32-bit draw serves two elements, 16 bits each: element j of a group of 128 takes the low
 half of draw j, element j + 64 the high half (see `kernels/_layout.py`).

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from laconic.bench._bench import CODECS, Bench, Row, Timing, bench
+from laconic.bench._bench import CODECS, DTYPES, Bench, Row, Timing, bench
 
-__all__ = ["CODECS", "Bench", "Row", "Timing", "bench"]
+__all__ = ["CODECS", "DTYPES", "Bench", "Row", "Timing", "bench"]

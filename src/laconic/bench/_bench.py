@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from laconic._host import processor
-from laconic._key import Key
 from laconic.codecs import codec
+from laconic.codecs._profiler import CodecProfiler, Quality
 from laconic.errors import ConfigError
 
 CODECS = (
@@ -33,7 +32,7 @@ CODECS = (
     "rotate(dqsg:bits=4)",
     "feedback(dqsg:bits=4)",
 )
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ON_CPU, _ON_GPU = 16_000_000, 64_000_000  # values: larger than what caches hold
 _FEWEST = 5  # rounds: below that there are no percentiles to speak of
 _REPLAYS = 5  # of a graph between two looks at a GPU's clock
@@ -93,8 +92,8 @@ def bench(
     before may still spin. On CUDA it is captured as a graph where that is possible, so that what
     the host takes to launch it does not count.
     """
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype is one of {', '.join(_DTYPES)}, not {dtype!r}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is one of {', '.join(DTYPES)}, not {dtype!r}")
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device is cpu or cuda, not {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
@@ -106,19 +105,18 @@ def bench(
     values = values or (_ON_CPU if device == "cpu" else _ON_GPU)
     with _threads(threads), _fitting(values):
         generator = torch.Generator(device).manual_seed(0)
-        x = torch.randn(values, generator=generator, device=device).to(_DTYPES[dtype])
+        x = torch.randn(values, generator=generator, device=device).to(DTYPES[dtype])
         return _measured(x, codecs or CODECS, dtype, patience_s)
 
 
 def _measured(x: Tensor, specs: Sequence[str], dtype: str, patience_s: float) -> Bench:
     target = torch.zeros_like(x)
     work: dict[tuple[str, str], Work] = {("", "copy"): lambda: target.copy_(x)}
-    found: dict[str, tuple[float, float]] = {}
+    found: dict[str, Quality] = {}
     skipped: dict[str, str] = {}
     for spec in specs:
         try:
-            bits_and_error, encode, decode = _works(spec, x, target)
-            found[spec] = bits_and_error
+            found[spec], encode, decode = _works(spec, x, target)
             work[spec, "encode"], work[spec, "decode"] = encode, decode
         except (ConfigError, NotImplementedError, TypeError) as error:
             skipped[spec] = " ".join(str(error).split())
@@ -140,12 +138,12 @@ def _measured(x: Tensor, specs: Sequence[str], dtype: str, patience_s: float) ->
     rows = tuple(
         Row(
             codec=spec,
-            bits=bits,
-            error=error,
+            bits=quality.bits,
+            error=quality.error,
             encode=timing((spec, "encode")),
             decode=timing((spec, "decode")),
         )
-        for spec, (bits, error) in found.items()
+        for spec, quality in found.items()
     )
     return Bench(
         device=x.device.type,
@@ -160,22 +158,15 @@ def _measured(x: Tensor, specs: Sequence[str], dtype: str, patience_s: float) ->
     )
 
 
-def _works(spec: str, x: Tensor, target: Tensor) -> tuple[tuple[float, float], Work, Work]:
+def _works(spec: str, x: Tensor, target: Tensor) -> tuple[Quality, Work, Work]:
     """Bits and error of a codec, and its two works, which have run once: kernels are compiled."""
-    own: Any = codec(spec)
-    key = Key(seed=1)
-    norm = own.local_norm(x) if hasattr(own, "local_norm") else None
-    side = x if "ndqsg" in spec else None  # at best: no cell is wrong
-    wire = own.encode(x, key, norm=norm)
-    decoded = own.decode(wire, side=side)
-    lost = (decoded - x).square().sum(dtype=torch.float64)
-    error = float(lost / x.square().sum(dtype=torch.float64))
-    bits = 8 * wire.nbytes / x.numel()
-    own.decode(wire, side=side, out=target, add=True)
+    own = CodecProfiler(codec(spec), x)
+    quality, wire = own.quality(), own.encode()
+    own.decode(wire, out=target, add=True)
     return (
-        (bits, error),
-        lambda: own.encode(x, key, norm=norm, out=wire),
-        lambda: own.decode(wire, side=side, out=target, add=True),
+        quality,
+        lambda: own.encode(out=wire),
+        lambda: own.decode(wire, out=target, add=True),
     )
 
 

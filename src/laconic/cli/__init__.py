@@ -1,8 +1,8 @@
 """The command line: `laconic`, or `python -m laconic`.
 
-A command is declared in a light module (`_plan.py`: options, help, examples), which imports what
-does the work (`_plan_run.py`) only when it is called. So `--help` and completion are quick.
-Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted, 141 output unread.
+Each command is one file. It imports torch, rich and the packages that do the work inside functions,
+so that `--help` and completion are fast.
+Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted, 141 output closed by its reader.
 """
 
 from __future__ import annotations

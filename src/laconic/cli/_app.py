@@ -25,7 +25,7 @@ _EPILOG = examples(
     "laconic plan --link 1gbit --workers 8 --params 125m --compute 300ms",
     "laconic lab run --hosts 4 --rate 100mbit -- python train.py",
     "laconic codecs ecdq",
-    title="Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted, 141 output unread.",
+    note="Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted, 141 output closed.",
 )
 
 app = typer.Typer(
@@ -48,10 +48,10 @@ def laconic(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show a traceback where something fails.")
+        bool, typer.Option("--debug", help="Show a traceback after an error.")
     ] = False,
 ) -> None:
-    """Data-parallel PyTorch training over thin wires."""
+    """Communication-efficient data-parallel training in PyTorch."""
     del debug  # Commands.main looks for it
     if version:
         print(__version__)

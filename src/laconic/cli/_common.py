@@ -1,50 +1,92 @@
-"""What all commands share: how they end, and how their help is written.
+"""What all commands share: options, tables, and how they end.
 
-0 success, 1 a failure while running, 2 a usage error, 130 interrupted: one sentence on stderr says
-why and what to do. 141 (128 + SIGPIPE), without a word: whoever read the output has left.
+0 success, 1 failure, 2 usage error, 130 interrupted: one sentence on stderr says why and what to
+do. 141 (128 + SIGPIPE), silently: the reader of the output has closed it.
 """
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import math
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from errno import ENOSPC
 from functools import partial
 from itertools import takewhile
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 from typer.core import TyperGroup
 
-from laconic.cli._spelling import respell
 from laconic.errors import ConfigError, LaconicError
 
-FAILED, INPUT, INTERRUPTED, UNREAD = 1, 2, 130, 141
+if TYPE_CHECKING:  # imported when something is shown
+    from rich.console import Console
+    from rich.table import Table
 
-Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else.")]
-Force = Annotated[
-    bool, typer.Option("--force", help="Replace files even if laconic did not write them.")
-]
+FAILED, USAGE, INTERRUPTED, UNREAD = 1, 2, 130, 141
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite files that laconic did not write.")]
+
+_SPELLED = "laconic-spelled"
+# characters that neither Unicode's names nor its compatibility forms spell as we want
+_ASCII = {
+    **{"µ": "u", "×": "x", "±": "+-", "–": "-", "·": "*", "Δ": "delta", "Σ": "sum", "√": "sqrt"},
+    **{"‖": "|", "│": "|", "─": "-", "≤": "<=", "≥": ">=", "←": "<-", "→": "->", "…": "..."},
+}
 
 
-def examples(*lines: str, title: str = "") -> str:
-    """An epilog: a line for each example, and then what is to be said beside them."""
+def examples(*lines: str, note: str = "") -> str:
+    """An epilog of a command: one line per example, then a note."""
     shown = [line.replace("[", "\\[") for line in lines]  # brackets are rich's markup
-    return "\n".join(["[bold]Examples[/]", *shown, *(["", title] if title else [])])
+    return "\n".join(["[bold]Examples[/]", *shown, *(["", note] if note else [])])
 
 
-def leave(sentence: str, status: int) -> NoReturn:
-    """Say why, and end."""
-    raise typer.Exit(_told(sentence, status))
+def console(width: int) -> Console:
+    """At least `width` columns wide: narrower terminals wrap lines."""
+    from rich.console import Console
+
+    made = Console()
+    made.width = max(width, made.width)
+    return made
+
+
+def table(title: str | None, *columns: str, numbers: bool = True) -> Table:
+    """An empty table; with `numbers`, every column but the first is aligned right."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, name in enumerate(columns):
+        made.add_column(name, justify="right" if index and numbers else "left", no_wrap=numbers)
+    return made
+
+
+def split_codecs(text: str) -> tuple[str, ...]:
+    """Spec strings of codecs, separated by commas; each is checked."""
+    from laconic.codecs import codec
+    from laconic.codecs._register import split
+
+    found = split(text)
+    for spec in found:
+        codec(spec)
+    return found
+
+
+def exit_with(sentence: str, status: int) -> NoReturn:
+    """Print the sentence to stderr and exit."""
+    raise typer.Exit(_report(sentence, status))
 
 
 def print_json(value: object, indent: int | None = None) -> None:
-    """On stdout; JSON has no NaN and no infinity, which become null."""
+    """To stdout; JSON has no NaN and no infinity, which become null."""
     print(json.dumps(_finite(value), indent=indent, allow_nan=False))
 
 
@@ -57,14 +99,14 @@ def _finite(value: Any) -> Any:
 
 
 class Commands(TyperGroup):
-    """A group of commands that end with one sentence, not with a traceback."""
+    """A group of commands whose errors are one sentence, not a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Ctrl-C is answered, too: later it would be a number only."""
+        """Ctrl-C is handled here: click would report it by a number alone."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            leave("interrupted", INTERRUPTED)
+            exit_with("interrupted", INTERRUPTED)
 
     def main(
         self,
@@ -73,45 +115,45 @@ class Commands(TyperGroup):
         standalone_mode: bool = True,
         **options: Any,
     ) -> Any:
-        """Run, and exit; with `--debug` in front of the command, errors are raised."""
+        """Run and exit; with `--debug` before the command's name, errors are raised."""
         run = super().main
         if not standalone_mode:
             return run(args, *others, standalone_mode=False, **options)
         words = sys.argv[1:] if args is None else args
         debug = "--debug" in takewhile(lambda word: word.startswith("-"), words)
-        respell(sys.stdout, sys.stderr)
+        spell_in_ascii(sys.stdout, sys.stderr)
         sys.exit(_status(partial(run, args, *others, standalone_mode=False, **options), debug))
 
 
 def _status(run: Callable[[], Any], debug: bool) -> Any:
-    """The exit code. What stdout cannot take is forgotten: the interpreter would try it again."""
+    """The exit code. Output that stdout refuses is dropped: the interpreter would retry it."""
     try:
         status = run()
         _flush()
         return status
     except typer.Abort:
-        return _told("interrupted", INTERRUPTED)
+        return _report("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        _forget_output()
+        _drop_output()
         return UNREAD
-    except SystemExit as end:  # click's and rich's answer to a reader that has left
+    except SystemExit as end:  # click's and rich's answer to a closed pipe
         if isinstance(end.__context__, BrokenPipeError):
-            _forget_output()
+            _drop_output()
             return UNREAD
         return end.code
     except Exception as error:
         try:
             _flush()
         except OSError:
-            _forget_output()
+            _drop_output()
         if debug and not _is_usage(error):
             raise
-        return _told(*_blame(error))
+        return _report(*_explain(error))
 
 
 def _flush() -> None:
-    """What cannot be written is better known now than when the interpreter ends."""
-    if sys.stdout is None:  # closed before we came
+    """An error of writing is better known now than when the interpreter exits."""
+    if sys.stdout is None:  # closed before we started
         return
     try:
         sys.stdout.flush()
@@ -121,21 +163,21 @@ def _flush() -> None:
         raise OSError(error.errno, error.strerror, "stdout") from error
 
 
-def _forget_output() -> None:
-    """What is still in buffers goes nowhere."""
+def _drop_output() -> None:
+    """Discard what is still buffered."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
 
 
-def _told(sentence: str, status: int) -> int:
-    with suppress(OSError):  # nobody reads that, either
+def _report(sentence: str, status: int) -> int:
+    with suppress(OSError):  # stderr is closed, too
         print(f"laconic: {_line(sentence)}", file=sys.stderr, flush=True)
     return status
 
 
-def _blame(error: Any) -> tuple[str, int]:
+def _explain(error: Any) -> tuple[str, int]:
     """Sentence and exit code of whatever ended a command."""
     if _is_usage(error):
         message = _line(error.format_message()).rstrip(".").replace(". Did you", "; did you")
@@ -143,9 +185,9 @@ def _blame(error: Any) -> tuple[str, int]:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "laconic"
         link = " " if message.endswith("?") else "; "
-        return f"{message[:1].lower()}{message[1:]}{link}{path} --help lists what there is", INPUT
+        return f"{message[:1].lower()}{message[1:]}{link}see {path} --help", USAGE
     if isinstance(error, ConfigError):
-        return str(error), INPUT
+        return str(error), USAGE
     if isinstance(error, LaconicError):
         return str(error), FAILED
     if isinstance(error, OSError) and error.strerror:
@@ -154,7 +196,7 @@ def _blame(error: Any) -> tuple[str, int]:
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed: pip install {error.name}", FAILED
     if isinstance(error, MemoryError):
-        return "there is not enough memory", FAILED
+        return "out of memory", FAILED
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return (
         f"{what}; unexpected error, probably a bug in laconic: run it again as laconic --debug ... "
@@ -164,9 +206,35 @@ def _blame(error: Any) -> tuple[str, int]:
 
 
 def _is_usage(error: Any) -> bool:
-    """Click's own complaint about options: typer brings a click of its own, or the usual one."""
+    """An error of click's about options: typer has a click of its own, or uses the usual one."""
     return hasattr(error, "format_message") and hasattr(error, "exit_code")
 
 
 def _line(text: str) -> str:
     return " ".join(str(text).split())
+
+
+def spell_in_ascii(*streams: TextIO | None) -> None:
+    """From now on, characters that a stream's encoding lacks are spelled in ASCII."""
+    codecs.register_error(_SPELLED, _spelled)
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_SPELLED)
+
+
+def _spelled(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    part = error.object[error.start : error.end]
+    return "".join(map(_spell, part)), error.end
+
+
+def _spell(one: str) -> str:
+    """µ as u, κ as kappa, ² as ^2; others as "?"."""
+    if one in _ASCII:
+        return _ASCII[one]
+    alphabet, _, letter = unicodedata.name(one, "").partition(" SMALL LETTER ")
+    if alphabet == "GREEK":
+        return letter.lower()
+    power = unicodedata.decomposition(one).startswith("<super>")
+    return f"^{unicodedata.normalize('NFKD', one)}" if power else "?"

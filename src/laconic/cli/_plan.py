@@ -1,20 +1,22 @@
-"""laconic plan: its options."""
+"""laconic plan: predict step times, for a probed cluster or for one on paper."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from laconic.cli._common import Force, Json, examples
-from laconic.cli._names import (
-    DEVICES,
-    MACHINES,
-    complete_device,
-    complete_dtype,
-    complete_machine,
-)
+from laconic._files import Kind, check_target, write_made
+from laconic._units import parse_count, parse_rate, parse_seconds, rate, seconds, size
+from laconic.cli._common import Force, Json, console, examples, print_json, table
+from laconic.cli._names import NAMES, complete
+from laconic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from laconic.planner import Choice, Machine, Plan, Workload
+    from laconic.planner._plan import At
 
 EPILOG = examples(
     "laconic plan --probe probe.json",
@@ -22,51 +24,103 @@ EPILOG = examples(
     "laconic plan --machine p4d.24xlarge --workers 64 --params 7b --compute 400ms --dtype bf16",
     "laconic plan --link 25gbit --latency 30us --gpus-per-node 8 --params 7b --compute 400ms",
 )
-_MODEL, _PAPER, _OUTPUT = "The model", "A cluster on paper", "What is shown"
+_MODEL, _PAPER, _OUTPUT = "Model", "Cluster on paper", "Output"
+_SHOWN, _SHOWN_ABOVE = 12, 4  # strategies within the error budget, and above it
+_WIDTH = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperOptions:
+    """Options of a cluster on paper, as they were given."""
+
+    machine: str | None
+    device: str | None
+    link: str | None
+    latency: str | None
+    gpus_per_node: int | None
+    inside: str | None
+
+    def given(self) -> str:
+        """The names of those that were given: --link, --device."""
+        names = [name for name, value in asdict(self).items() if value is not None]
+        return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+
+    def figures(self) -> Machine:
+        """A machine's figures, changed by the other options."""
+        from laconic.planner import machine
+
+        device = self.device and self.device.lower()
+        changes = {
+            "device": device,
+            "link_bit_s": self.link and parse_rate(self.link),
+            "latency_s": self.latency and parse_seconds(self.latency),
+            "per_node": self.gpus_per_node,
+            "inside_byte_s": self.inside and parse_rate(self.inside) / 8,
+        }
+        figures = machine(self.machine) if self.machine is not None else _node(device or "h100")
+        return replace(figures, **{k: v for k, v in changes.items() if v is not None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What to plan for."""
+
+    at: At
+    workload: Workload
+    link_bit_s: float | None
+    title: str
 
 
 def plan_command(
     probe: Annotated[
-        Path | None, typer.Option(help="What laconic probe wrote: nothing of a cluster on paper.")
+        Path | None,
+        typer.Option(help="File of laconic probe, in place of a cluster on paper."),
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
-            help="How many, 2 to 4096.", show_default="those of the probe; two nodes on paper"
+            help="Number of workers, 2 to 4096.",
+            show_default="those of the probe; two nodes on paper",
         ),
     ] = None,
-    error: Annotated[float, typer.Option(help="NMSE of the mean that you allow.")] = 0.1,
+    error: Annotated[
+        float, typer.Option(help="Allowed error (NMSE) of the averaged gradient.")
+    ] = 0.1,
     params: Annotated[
-        str | None,
-        typer.Option(help="Of the model: 125m, 7b.", rich_help_panel=_MODEL),
+        str | None, typer.Option(help="Number of parameters: 125m, 7b.", rich_help_panel=_MODEL)
     ] = None,
     compute: Annotated[
-        str | None, typer.Option(help="A step alone: 400ms.", rich_help_panel=_MODEL)
+        str | None,
+        typer.Option(help="Time per step without communication: 400ms.", rich_help_panel=_MODEL),
     ] = None,
     dtype: Annotated[
         str,
         typer.Option(
-            help="Of gradients: fp32, bf16, fp16.",
+            help=f"Type of the gradients: {', '.join(NAMES['dtypes'])}.",
             rich_help_panel=_MODEL,
-            autocompletion=complete_dtype,
+            autocompletion=complete("dtypes"),
         ),
     ] = "fp32",
     machine: Annotated[
         str | None,
         typer.Option(
-            help=f"Of these: {', '.join(MACHINES)}.",
+            help=f"One of {', '.join(NAMES['machines'])}.",
             rich_help_panel=_PAPER,
-            autocompletion=complete_machine,
+            autocompletion=complete("machines"),
         ),
     ] = None,
     link: Annotated[
         str | None,
         typer.Option(
-            "--link", "--rate", help="A node's NIC: 100mbit, 25gbit.", rich_help_panel=_PAPER
+            "--link",
+            "--rate",
+            help="Rate of a node's NIC: 100mbit, 25gbit.",
+            rich_help_panel=_PAPER,
         ),
     ] = None,
     latency: Annotated[
-        str | None, typer.Option(help="Between nodes: 30us, 10ms.", rich_help_panel=_PAPER)
+        str | None,
+        typer.Option(help="Latency between nodes: 30us, 10ms.", rich_help_panel=_PAPER),
     ] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(help="Workers that share a NIC.", rich_help_panel=_PAPER)
@@ -74,36 +128,40 @@ def plan_command(
     inside: Annotated[
         str | None,
         typer.Option(
-            help="Between workers of a node, one direction: 2400gbit.", rich_help_panel=_PAPER
+            help="Rate between workers of a node, in one direction: 2400gbit.",
+            rich_help_panel=_PAPER,
         ),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help=f"Of these: {', '.join(DEVICES)}.",
+            help=f"One of {', '.join(NAMES['devices'])}.",
             show_default="the machine's, or h100",
             rich_help_panel=_PAPER,
-            autocompletion=complete_device,
+            autocompletion=complete("devices"),
         ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Write step times over rates, HTML.", rich_help_panel=_OUTPUT),
+        typer.Option(help="HTML page with step times by link rate.", rich_help_panel=_OUTPUT),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="All strategies.", rich_help_panel=_OUTPUT)
+        bool, typer.Option("--all", help="Show all strategies.", rich_help_panel=_OUTPUT)
     ] = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Predict which strategies pay, and from which link rate on.
+    """Predict which strategies pay off, and at which link rates.
 
-    From a probe with a model nothing else is needed. On paper, options change a machine's figures;
-    without --machine give --link at least.
+    A probe with a model needs no other option. On paper, options override the machine's figures;
+    without --machine, --link is required.
     """
-    from laconic.cli._plan_run import Paperwork, run
+    from laconic.cli._plot import plotted
+    from laconic.planner import plan
 
-    paper = Paperwork(
+    if plot is not None:
+        check_target(plot, Kind.PAGE, force=force)
+    paper = PaperOptions(
         machine=machine,
         device=device,
         link=link,
@@ -111,14 +169,128 @@ def plan_command(
         gpus_per_node=gpus_per_node,
         inside=inside,
     )
-    run(
-        probe=probe,
-        paper=paper,
-        workers=workers,
-        model=(params, compute, dtype),
-        error=error,
-        plot=plot,
-        force=force,
-        every=every,
-        as_json=as_json,
+    model = None if params is None and compute is None else _workload(params, compute, dtype)
+    if probe is None:
+        job = _on_paper(paper, model, workers)
+    else:
+        job = _probed(probe, paper, model, workers)
+    found = plan(job.at(1.0), job.workload, error=error, link_bit_s=job.link_bit_s, at=job.at)
+    page = None if plot is None else plotted(found, job.workload, job.at)
+    if as_json:
+        best = {"verdict": found.verdict, "best": found.best.name, "code": found.best.code}
+        print_json(asdict(found) | best)
+    else:
+        _show(found, job, every)
+    if plot is not None and page is not None:
+        write_made(plot, page, Kind.PAGE, force=force)
+
+
+def _probed(path: Path, paper: PaperOptions, model: Workload | None, workers: int | None) -> _Job:
+    from laconic.planner import Probe, resized
+
+    if extra := paper.given():
+        raise ConfigError(f"a probe has its own figures: leave out {extra}")
+    found = Probe.load(path)
+    workload = model or found.workload
+    if workload is None:
+        raise ConfigError(
+            "this probe has no model: give --params 125m --compute 300ms, or probe with --model"
+        )
+    cluster, changed = resized(found.cluster, workload, workers or found.cluster.workers)
+    assert changed is not None
+    count = f"{found.cluster.workers} probed" if workers else "as probed"
+    title = f"{cluster.workers} workers ({count}), {found.machine}"
+    return _Job(at=cluster.faster, workload=changed, link_bit_s=None, title=title)
+
+
+def _on_paper(options: PaperOptions, model: Workload | None, workers: int | None) -> _Job:
+    from laconic.planner import Paper
+
+    if options.machine is None and options.link is None:
+        raise ConfigError(
+            "give --probe probe.json (laconic probe makes it), --machine p4d.24xlarge, or --link "
+            "25gbit"
+        )
+    if model is None:
+        raise ConfigError("give the model: --params 7b --compute 400ms")
+    figures = options.figures()
+    count = workers if workers is not None else 2 * figures.per_node
+    paper = Paper(machine=figures, workers=count)
+    nodes = -(-count // figures.per_node)
+    title = (
+        f"{count} workers on {nodes} {'node' if nodes == 1 else 'nodes'}, {figures.device}, "
+        f"{rate(figures.link_bit_s)} per node; on paper"
+    )
+    return _Job(at=paper.cluster, workload=model, link_bit_s=paper.link_bit_s, title=title)
+
+
+def _node(device: str) -> Machine:
+    """A node with one such device, and NVLink if the device has it."""
+    from laconic.planner import Machine
+    from laconic.planner._machine_catalog import NVLINK, NVLINK_LATENCY_S
+
+    node = Machine(device=device, per_node=1, link_bit_s=1e9, latency_s=30e-6)
+    if device not in NVLINK:
+        return node
+    return replace(node, inside_byte_s=NVLINK[device], inside_latency_s=NVLINK_LATENCY_S)
+
+
+def _workload(params: str | None, compute: str | None, dtype: str) -> Workload:
+    from laconic.planner import paper_workload
+
+    if params is None or compute is None:
+        raise ConfigError("--params and --compute belong together: --params 7b --compute 400ms")
+    return paper_workload(parse_count(params), parse_seconds(compute), dtype)
+
+
+def _show(found: Plan, job: _Job, every: bool) -> None:
+    out, work = console(_WIDTH), job.workload
+    largest = max(bucket.values for bucket in work.buckets) * work.value_bytes
+    buckets = "1 bucket" if len(work.buckets) == 1 else f"{len(work.buckets)} buckets"
+    out.print(
+        f"{job.title}. {work.values:,} values, {seconds(work.compute_s)} of computation per step, "
+        f"{buckets} of up to {size(largest)}",
+        highlight=False,
+        markup=False,
+    )
+    rows = table(
+        f"Predicted step, error of the averaged gradient up to {found.error:g}",
+        *("strategy", "step", "speedup", "bottleneck", "sent", "memory", "NMSE"),
+        "beats plain DDP",
+    )
+    shown = [
+        choice
+        for number, choice in enumerate(found.choices)
+        if every or number < _SHOWN or choice in (found.best, found.plain)
+    ]
+    for choice in shown:
+        rows.add_row(*_cells(choice), style="bold" if choice is found.best else "")
+    above = found.above_error if every else found.above_error[:_SHOWN_ABOVE]
+    if above:
+        rows.add_section()
+    for choice in above:
+        rows.add_row(*_cells(choice), style="dim")
+    out.print(rows)
+    if any(choice.changes_training for choice in found.choices):
+        out.print("* changes the training algorithm, not only the gradient's precision")
+    if above:
+        out.print("Below the line: strategies with a larger error.")
+    hidden = len(found.choices) + len(found.above_error) - len(shown) - len(above)
+    if hidden:
+        out.print(f"{hidden} more with --all")
+    out.print(found.verdict, highlight=False, soft_wrap=True)
+    out.print(f"\n    {found.best.code}", highlight=False, soft_wrap=True)
+
+
+def _cells(choice: Choice) -> tuple[str, ...]:
+    one = choice.prediction
+    return (
+        choice.name + (" *" if choice.changes_training else ""),
+        seconds(one.step_s),
+        f"{choice.speedup:.1f} x",
+        one.limit,
+        size(one.sent_bytes),
+        f"+{size(one.memory_bytes)}" if one.memory_bytes else "",
+        f"{one.error:.2g}" if one.error else "0",
+        "" if choice.break_even is None else str(choice.break_even),
     )

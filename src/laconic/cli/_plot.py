@@ -14,8 +14,8 @@ from laconic.errors import ConfigError
 from laconic.planner import Choice, Plan, Workload
 from laconic.planner._plan import At, Curves, rates
 
-_KEPT, _CHANGED = 4, 3  # strategies shown: those that leave training as it is, and others
-# told apart by those who see fewer colours, too (Okabe and Ito)
+_KEPT, _CHANGED = 4, 3  # strategies shown: those that keep the training algorithm, and others
+# distinguishable with colour blindness (Okabe and Ito)
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999933")
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -36,8 +36,8 @@ code {{ background: #f2f2f2; padding: 0.1em 0.4em; border-radius: 3px; overflow-
 <p>{verdict}</p>
 <p><code>{code}</code></p>
 {figure}
-<p>* changes training, not only the gradient's precision. Predicted, not measured: links of other
-rates, everything else as it is.</p>
+<p>* changes the training algorithm, not only the gradient's precision. Predicted, not measured:
+links of other rates, everything else unchanged.</p>
 </body>
 </html>
 """
@@ -74,8 +74,8 @@ def plotted(found: Plan, workload: Workload, at: At) -> str:
         showarrow=False,
     )
     figure.update_layout(
-        xaxis={"title": "rate of a link", "type": "log", **_ticks(x, rate)},
-        yaxis={"title": "time of a step", "type": "log", **_ticks(_heights(figure), seconds)},
+        xaxis={"title": "link rate", "type": "log", **_ticks(x, rate)},
+        yaxis={"title": "time per step", "type": "log", **_ticks(_heights(figure), seconds)},
         legend={"orientation": "h", "y": -0.2},
         template="plotly_white",
         hovermode="x unified",
@@ -96,7 +96,7 @@ def plotted(found: Plan, workload: Workload, at: At) -> str:
 
 
 def _shown(found: Plan) -> list[Choice]:
-    """Plain DDP, the best, and the fastest of either kind."""
+    """Plain DDP, the best, and the fastest of both kinds."""
     others = [one for one in found.choices if one not in (found.plain, found.best)]
     kept = [one for one in others if not one.changes_training][:_KEPT]
     changed = [one for one in others if one.changes_training][:_CHANGED]

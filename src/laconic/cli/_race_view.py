@@ -1,4 +1,4 @@
-"""A race on a terminal: a table that fills while workers train."""
+"""A race on a terminal: a table that fills while the workers train."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from laconic.race import PLAIN, Entry, Lane, Point, Race, Settings, seconds_to_target
+from laconic.race import PLAIN, Entry, Lane, Point, Race, Settings, Watcher, seconds_to_target
 
 _BAR = 16
 
 
 class View:
-    """What happens now, and what has been found; without a terminal, a line for each strategy."""
+    """Progress and results so far; without a terminal, one line per strategy."""
 
     def __init__(
         self, console: Console, settings: Settings, entries: Sequence[Entry], *, shaped: bool
@@ -34,11 +34,11 @@ class View:
         self._live = Live(console=console, get_renderable=self._show, transient=True)
 
     def __enter__(self) -> View:
-        """Say what will be done."""
+        """Print the task."""
         one = self.settings
         self.console.print(
-            f"{one.workers} workers learn {one.data} for {one.steps} steps, batches of {one.batch} "
-            f"each, over {self._links}links of {one.rate}.",
+            f"{one.workers} workers train on {one.data} for {one.steps} steps, {one.batch} "
+            f"examples per worker, over {self._links}links of {one.rate}.",
             highlight=False,
         )
         if self.console.is_terminal:
@@ -51,34 +51,39 @@ class View:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """What was live goes; the last table is printed by the caller."""
+        """Remove the live table; the caller prints the last one."""
         self._live.stop()
 
-    def note(self, text: str) -> None:
-        """What goes on before the first strategy."""
+    def watcher(self) -> Watcher:
+        """What the race calls."""
+        return Watcher(
+            note=self._note,
+            planned=self._planned,
+            started=self._started,
+            moved=self._moved,
+            ended=self._ended,
+        )
+
+    def _note(self, text: str) -> None:
         self._words = text
 
-    def planned(self, seconds: dict[str, float | None]) -> None:
-        """What strategies should take."""
+    def _planned(self, seconds: dict[str, float | None]) -> None:
         self._expected = seconds
 
-    def started(self, one: Entry) -> None:
-        """The next strategy."""
+    def _started(self, one: Entry) -> None:
         self._running, self._point, self._words = one, None, f"training with {one.strategy}"
         self._since = time.monotonic()
 
-    def moved(self, one: Entry, point: Point) -> None:
-        """Some steps later."""
+    def _moved(self, one: Entry, point: Point) -> None:
         self._point = point
 
-    def ended(self, race: Race) -> None:
-        """One more row."""
+    def _ended(self, race: Race) -> None:
         self._race, self._running = race, None
         if not self.console.is_terminal:
             lane = race.lanes[-1]
             self.console.print(
                 f"{lane.name}: {lane.accuracy:.1%}, {1e3 * lane.step_s:.1f} ms and "
-                f"{lane.sent_bytes / 1e3:.1f} KB a step",
+                f"{lane.sent_bytes / 1e3:.1f} KB per step",
                 highlight=False,
             )
 
@@ -90,12 +95,12 @@ class View:
                 name, *others = _row(self._race, lanes[one.name])
                 view.add_row(name, "", *others)
             elif self._running and one.name == self._running.name:
-                view.add_row(*self._moving(one))
+                view.add_row(*self._progress(one))
             else:
                 view.add_row(Text(one.name, style="dim"))
         return Group(view, Text(f"{self._words}{self._left()}", style="dim"))
 
-    def _moving(self, one: Entry) -> list[RenderableType]:
+    def _progress(self, one: Entry) -> list[RenderableType]:
         done = self._point.step if self._point else 0
         bar = ProgressBar(total=self.settings.steps, completed=done, width=_BAR)
         if self._point is None:
@@ -106,7 +111,7 @@ class View:
         return [Text(one.name, style="bold"), bar, f"{point.accuracy:.1%}", "", "", pace, sent]
 
     def _left(self) -> str:
-        """Time left: this strategy's by its own pace, the others' by prediction."""
+        """Time left: of this strategy by its speed so far, of the others as predicted."""
         if self._running is None or not self._expected:
             return ""
         names = list(self._expected)
@@ -121,8 +126,8 @@ class View:
         return f", about {mine + later:.0f} s left"
 
 
-def table(race: Race, entries: Sequence[Entry]) -> Table:
-    """All that was found, in the order that was asked for."""
+def results(race: Race, entries: Sequence[Entry]) -> Table:
+    """All results, in the order of `entries`."""
     lanes = {lane.name: lane for lane in race.lanes}
     view = _columns(race.settings.target, predicted=not race.machine.shaped)
     for one in entries:
@@ -137,14 +142,14 @@ def _columns(target: float, *, predicted: bool = False, live: bool = False) -> T
     if live:
         view.add_column("", min_width=_BAR)
     goal = f"s to {100 * target:g}%"
-    step = "ms a\nstep"
+    step = "ms per\nstep"
     for heading in (
         "accuracy",
         f"{goal},\npredicted" if predicted else goal,
-        "times\nsooner",
+        "speedup",
         f"{step},\npredicted" if predicted else step,
         "MB\nsent",
-        "times\nfewer",
+        "fewer\nbytes",
     ):
         view.add_column(heading, justify="right")
     return view

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +16,43 @@ from torch import Tensor
 from laconic._key import Key
 from laconic._wire import ALIGN, DTYPES, HEADER_BYTES, Header, Wire, header_tensor
 from laconic.errors import ConfigError, WireError
-from laconic.kernels import backend
+from laconic.kernels import Output, backend
+
+if TYPE_CHECKING:
+    from laconic.codecs._dqsg import NDQSG
+    from laconic.codecs._residuals import Residuals
 
 MAX_NUMEL = (1 << 32) - 1  # draws are counted in 32 bits
 MAX_SEGMENTS = (1 << 16) - 1
+_OLD_NAMES = {"needs_side": "side_information", "remembers": "residuals"}
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Place:
+    """A run of values in a tensor that is encoded, and where it lies in its parameter.
+
+    The tensor holds `numel` values of `parameter` (any number that is the same at every step),
+    from its value `start` on; the whole parameter has `total` values.
+    """
+
+    parameter: int
+    start: int
+    numel: int
+    total: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"Place.{field.name} must be an integer from 0, not {value!r}")
+        if not self.start < self.start + self.numel <= self.total:
+            raise ValueError(
+                f"a place holds at least one value of its parameter and none behind its end: {self}"
+            )
 
 
 @dataclass(frozen=True)
-class Into:
+class DecodeTarget:
     """Where and how a decode ends: out (+)= weight · value."""
 
     out: Tensor
@@ -31,25 +61,45 @@ class Into:
     side: Tensor | None = None
     failed: Tensor | None = None
 
+    @property
+    def output(self) -> Output:
+        """As kernels take it."""
+        return Output(self.out, self.weight, self.add)
+
     def put(self, value: Tensor) -> None:
         """End it so, with decoded values of any of the three dtypes."""
-        backend(value.device).accumulate(value, self.out, weight=self.weight, add=self.add)
+        if value.numel():
+            backend(value.device).accumulate(value, self.output)
+
+    def flat_side(self) -> Tensor:
+        """The side information as a vector, checked."""
+        if self.side is None:
+            raise TypeError("this codec decodes with side information: give side=, near the input")
+        side, out = flat_input(self.side), self.out
+        if side.numel() != out.numel() or side.device != out.device:
+            raise ValueError(f"side must be on {out.device} and hold {out.numel()} values")
+        return side
 
 
-@dataclass(frozen=True)
-class ErrorBudget:
-    """How an encode may spend its error budget, and where it says what it spent.
+class EncodeRequest(NamedTuple):
+    """One encode: flat, non-empty x into the body; the last four are for some codecs only."""
 
-    `shares` are the segments' factors of the codec's budget, none for 1 each; `spent` gets their
-    expected squared errors.
-    """
-
+    x: Tensor
+    key: Key
+    body: Tensor
+    header: Header
+    norm: Tensor | float | None
     shares: tuple[float, ...] | Tensor = ()  # a tensor where only a device knows them
     spent: Tensor | None = None
+    places: Sequence[Place] | None = None
+    residuals: Residuals | None = None
 
 
 class Codec(ABC):
-    """How few bits say a tensor. Subclasses are frozen dataclasses: settings, no state.
+    """How few bits represent a tensor. Subclasses are frozen dataclasses: settings, no state.
+
+    A codec declares what it offers and what it needs, in the attributes below. Exchanges,
+    schedules and the planner read these; they never ask for a codec's name or class.
 
     `unbiased`: the mean of decode(encode(x)) over keys is x. `summable`: wires of several
     workers may be added while encoded (`wire.payload`, `decode_sum`).
@@ -59,9 +109,21 @@ class Codec(ABC):
     id: ClassVar[int]
     unbiased: ClassVar[bool]
     summable: ClassVar[bool] = False
-    segmented: ClassVar[bool] = False  # has one step a tensor: encode takes segments=
-    remembers: ClassVar[bool] = False  # has a memory of each parameter: encode takes places=
+    lossless: ClassVar[bool] = False  # the wire holds the values themselves, as they are
+    shared_norm: ClassVar[bool] = False  # workers share a scale: local_norm, global_norm, norm=
+    pairwise: ClassVar[bool] = False  # two wires add up to one: reduce
+    integer_sum: ClassVar[bool] = False  # sums are plain integers, of any width: levels_for
+    sparse_sum: ClassVar[bool] = False  # coded integers of one shared two-norm, most of them 0
+    side_information: ClassVar[bool] = False  # decoding needs side=
+    segmented: ClassVar[bool] = False  # has one step per tensor: encode takes segments=
+    residuals: ClassVar[bool] = False  # has a residual of each parameter: encode takes places=
     knows_error: ClassVar[bool] = False  # can tell what it spent: encode takes spent=
+
+    def __init_subclass__(cls) -> None:
+        for old, new in _OLD_NAMES.items():
+            if old in cls.__dict__:
+                setattr(cls, new, cls.__dict__[old])
+                _warn_of(old)
 
     @property
     def even_noise(self) -> bool:
@@ -69,14 +131,31 @@ class Codec(ABC):
         return False
 
     @property
-    def needs_side(self) -> bool:
-        """Whether decoding needs side information."""
-        return False
-
-    @property
     def varies(self) -> bool:
         """Whether the length of a wire depends on the values."""
         return self._header(1, torch.float32, 1, ()).coder != 0
+
+    @property
+    def nested(self) -> NDQSG | None:
+        """The codec itself, if it nests: then what receivers know decides its ratio."""
+        return None
+
+    @property
+    def wrapped(self) -> Codec | None:
+        """The codec inside, of a wrapper."""
+        return None
+
+    @property
+    def needs_side(self) -> bool:
+        """Old name of `side_information`."""
+        _warn_of("needs_side")
+        return self.side_information
+
+    @property
+    def remembers(self) -> bool:
+        """Old name of `residuals`."""
+        _warn_of("remembers")
+        return self.residuals
 
     def encode(
         self,
@@ -88,6 +167,8 @@ class Codec(ABC):
         segments: Sequence[int] | None = None,
         shares: Sequence[float] | Tensor | None = None,
         spent: Tensor | None = None,
+        places: Sequence[Place] | None = None,
+        residuals: Residuals | None = None,
     ) -> Wire:
         """Encode x into one uint8 tensor on its device, `out` if given.
 
@@ -103,13 +184,19 @@ class Codec(ABC):
         codecs with `knows_error`, is a float32 or float64 tensor on x's device with an entry per
         segment (one without segments). It gets the exact expected squared error E‖Q(v) - v‖² of
         each, over the dither, given x.
+
+        `residuals`, for codecs that have some, are what the caller keeps of earlier steps: they
+        are added to x, and what is lost is kept in them. Without them nothing is owed, and nothing
+        kept. `places` say which parts of which parameters x consists of, in order; without them
+        it is the whole of parameter `key.tensor`. Other codecs look at neither.
         """
         flat = flat_input(x)
         workers = 1 if workers is None else workers
         if not isinstance(workers, int) or workers < 1:
             raise ConfigError(f"workers must be a positive integer, not {workers!r}")
         parts = self._parts(flat.numel(), segments)
-        budget = self._error_budget(shares, spent, max(len(parts), 1), flat.device)
+        self._check_budget(shares, spent, max(len(parts), 1), flat.device)
+        factors = _factors(shares, max(len(parts), 1), flat.device)
         header, head = _header_of(self, flat.numel(), x.dtype, workers, parts)
         kept = isinstance(out, Wire) and out.header == header
         size = HEADER_BYTES + self._room(header)
@@ -117,7 +204,12 @@ class Codec(ABC):
         if not kept:
             data[:HEADER_BYTES].copy_(header_tensor(head, flat.device))
         if flat.numel():
-            self._write_within(budget, flat, key, data[HEADER_BYTES:], header, norm)
+            self._encode(
+                EncodeRequest(
+                    *(flat, key, data[HEADER_BYTES:], header, norm),
+                    *(factors, spent, places, residuals),
+                )
+            )
         elif spent is not None:
             spent.zero_()
         return Wire(buffer=data, key=key, shape=x.shape, dtype=x.dtype, header=header)
@@ -142,7 +234,7 @@ class Codec(ABC):
         if target.numel():
             end = None if wire.header.coder else wire.header.nbytes
             body = wire.buffer[HEADER_BYTES:end]
-            into = Into(target.view(-1), add, float(weight), side, failed)
+            into = DecodeTarget(target.view(-1), add, float(weight), side, failed)
             self._read(wire, body, into)
         return target
 
@@ -203,7 +295,15 @@ class Codec(ABC):
         `keys` are the workers' keys, one each, as they encoded with workers=len(keys); `norm` is
         the shared scale.
         """
-        raise TypeError(f"wires of {self.name} cannot be summed; decode each and add")
+        if not self.summable:
+            raise TypeError(f"wires of {self} cannot be summed; decode each and add")
+        if shape is None:
+            shape = self._sum_shape(payload) if out is None else out.shape
+        target = output(out, torch.Size(shape), dtype, payload.device, add)
+        if not len(keys):
+            raise ValueError(f"{self.name}: a sum has workers: give their keys, one each")
+        self._read_sum(payload, keys, norm, DecodeTarget(target.view(-1), add, float(weight)))
+        return target
 
     def nbytes(
         self,
@@ -226,6 +326,22 @@ class Codec(ABC):
     ) -> int:
         """No wire of `numel` values is shorter: header, scales and tables."""
         return _header_of(self, numel, dtype, 1, self._parts(numel, segments))[0].nbytes
+
+    def local_norm(self, x: Tensor) -> Tensor:
+        """This worker's part of a shared scale, one fp32 value on x's device; NaN if x is so."""
+        raise TypeError(f"{self.name} has no shared scale: shared_norm is False")
+
+    def global_norm(self, norms: Tensor) -> Tensor:
+        """The scale that workers share, from all their local norms; `encode` takes it as norm=."""
+        raise TypeError(f"{self.name} has no shared scale: shared_norm is False")
+
+    def levels_for(self, workers: int) -> int:
+        """Levels under a shared scale that leave room for the sum of so many workers."""
+        raise TypeError(f"{self.name} has no levels that workers share: shared_norm is False")
+
+    def reduce(self, a: Wire, b: Wire, key: Key, out: Tensor | None = None) -> Wire:
+        """The sum of two wires, encoded again; `key` must be fresh."""
+        raise TypeError(f"{self.name} cannot add wires in pairs: pairwise is False")
 
     @property
     def budget(self) -> float | None:
@@ -261,14 +377,14 @@ class Codec(ABC):
             raise ValueError(f"a wire may have {MAX_SEGMENTS} segments, not {len(parts)}: split")
         return parts
 
-    def _error_budget(
+    def _check_budget(
         self,
         shares: Sequence[float] | Tensor | None,
         spent: Tensor | None,
         segments: int,
         device: torch.device,
-    ) -> ErrorBudget:
-        """Check what an encode was asked."""
+    ) -> None:
+        """ConfigError or ValueError unless the codec can spend its error so, and tell it."""
         if shares is not None and self.budget is None:
             raise ConfigError(
                 f"{self} has no error budget to take shares of: leave shares= out, or use a codec "
@@ -278,7 +394,6 @@ class Codec(ABC):
             raise ConfigError(
                 f"{self} does not know the error that it makes: leave spent= out, or use ecdq"
             )
-        factors = _factors(shares, segments, device)
         if spent is not None and (
             spent.dtype not in (torch.float32, torch.float64)
             or spent.shape != (segments,)
@@ -288,28 +403,33 @@ class Codec(ABC):
                 f"spent must be float32 or float64 of shape ({segments},) on {device}, not "
                 f"{spent.dtype} of shape {tuple(spent.shape)} on {spent.device}"
             )
-        return ErrorBudget(factors, spent)
 
-    @abstractmethod
     def _write(
         self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
     ) -> None:
-        """Encode flat, non-empty x into the body."""
+        """Encode flat, non-empty x into the body; implement this one, or `_encode`."""
+        raise NotImplementedError(f"{type(self).__name__} has no _write")
 
-    def _write_within(
+    def _sum_shape(self, payload: Tensor) -> Sequence[int]:
+        """The shape of what a sum of payloads decodes to."""
+        return payload.shape
+
+    def _read_sum(
         self,
-        budget: ErrorBudget,
-        x: Tensor,
-        key: Key,
-        body: Tensor,
-        header: Header,
+        payload: Tensor,
+        keys: Sequence[Key],
         norm: Tensor | float | None,
+        into: DecodeTarget,
     ) -> None:
-        """`_write`, within shares of the error budget: for codecs that have one."""
-        self._write(x, key, body, header, norm)
+        """Decode a sum of payloads into flat into.out, which may be empty."""
+        raise NotImplementedError(f"{type(self).__name__} has no _read_sum")
+
+    def _encode(self, request: EncodeRequest) -> None:
+        """`_write`, for codecs that look at all of a request."""
+        self._write(request.x, request.key, request.body, request.header, request.norm)
 
     @abstractmethod
-    def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
+    def _read(self, wire: Wire, body: Tensor, into: DecodeTarget) -> None:
         """Decode the body into flat, non-empty into.out."""
 
     def __str__(self) -> str:
@@ -346,6 +466,12 @@ def _factors(
     if not all(0 < share < math.inf for share in factors):
         raise ValueError(f"shares must be positive and finite, not {factors}")
     return factors
+
+
+def _warn_of(old: str) -> None:
+    """DeprecationWarning where an attribute is asked for or declared by its old name."""
+    text = f"a codec's {old} is now called {_OLD_NAMES[old]}: use that name"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 @lru_cache(maxsize=4096)
@@ -385,10 +511,8 @@ def output(
     return out.detach()
 
 
-def check_sum(name: str, payload: Tensor, count: int, keys: Sequence[Key]) -> None:
-    """ValueError unless payload can be the sum of len(keys) payloads of `count` entries."""
-    if not len(keys):
-        raise ValueError(f"{name}: a sum has workers: give their keys, one each")
+def check_sum(name: str, payload: Tensor, count: int) -> None:
+    """ValueError unless payload can be a sum of payloads of `count` entries."""
     if payload.numel() != count or not payload.is_contiguous():
         raise ValueError(
             f"{name}: the sum is a contiguous tensor of {count} entries, not {payload.numel()}"
@@ -406,3 +530,9 @@ def buffer(out: Tensor | None, size: int, device: torch.device) -> Tensor:
             f"out must be on {device}, hold {size} bytes and start on a {ALIGN}-byte boundary"
         )
     return out[:size]
+
+
+def no_norm(name: str, norm: object) -> None:
+    """Codecs with scales of their own refuse a shared one."""
+    if norm is not None:
+        raise TypeError(f"{name} finds its own scales; norm= is for global and global-exp")

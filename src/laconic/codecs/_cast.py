@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -11,9 +11,7 @@ from torch import Tensor
 
 from laconic._key import Key
 from laconic._wire import Header, Wire
-from laconic.codecs._base import Codec, Into, check_sum, output
-from laconic.codecs._linear import no_norm
-from laconic.kernels import backend
+from laconic.codecs._base import Codec, DecodeTarget, check_sum, no_norm
 
 
 class _Cast(Codec):
@@ -30,28 +28,17 @@ class _Cast(Codec):
     def variance_bound(self, d: int) -> float | None:
         return None
 
-    def decode_sum(
+    def _read_sum(
         self,
         payload: Tensor,
         keys: Sequence[Key],
-        *,
-        norm: Tensor | float | None = None,
-        shape: Sequence[int] | None = None,
-        dtype: torch.dtype = torch.float32,
-        out: Tensor | None = None,
-        add: bool = False,
-        weight: float = 1.0,
-    ) -> Tensor:
+        norm: Tensor | float | None,
+        into: DecodeTarget,
+    ) -> None:
         no_norm(self.name, norm)
-        shape = payload.shape if shape is None else torch.Size(shape)
-        target = output(out, shape, dtype, payload.device, add)
-        check_sum(self.name, payload, target.numel(), keys)
-        divisor = 1 if payload.dtype == torch.float16 else len(keys)
-        if target.numel():
-            backend(payload.device).accumulate(
-                payload, target.view(-1), weight=weight / divisor, add=add
-            )
-        return target
+        check_sum(self.name, payload, into.out.numel())
+        weight = into.weight if payload.dtype == torch.float16 else into.weight / len(keys)
+        replace(into, weight=weight).put(payload)
 
     def _header(
         self, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
@@ -77,11 +64,11 @@ class _Cast(Codec):
         else:
             payload.copy_(x)
 
-    def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
+    def _read(self, wire: Wire, body: Tensor, into: DecodeTarget) -> None:
         payload, weight = wire.payload, into.weight
         if wire.header.workers > 1 and payload.dtype == torch.float16:
             weight *= wire.header.workers
-        backend(body.device).accumulate(payload, into.out, weight=weight, add=into.add)
+        replace(into, weight=weight).put(payload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +78,7 @@ class Uncompressed(_Cast):
     name: ClassVar[str] = "none"
     id: ClassVar[int] = 0
     unbiased: ClassVar[bool] = True
+    lossless: ClassVar[bool] = True
 
     def variance_bound(self, d: int) -> float | None:
         return 0.0

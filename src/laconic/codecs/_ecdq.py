@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from laconic._key import Key
+from laconic._settings import between, check_settings, described, one_of, refused
 from laconic._wire import Header, Wire, cut
-from laconic.codecs._base import Codec, ErrorBudget, Into
-from laconic.codecs._linear import check_choice, is_integer, no_norm
+from laconic.codecs._base import Codec, DecodeTarget, EncodeRequest, no_norm
+from laconic.codecs._linear import CODER, is_integer
 from laconic.coders import coder
 from laconic.errors import ConfigError
-from laconic.kernels import backend
+from laconic.kernels import Coding, StepRule, backend
 from laconic.kernels._coding import BLOCK, LANES, LARGEST, Budgets, Section, Subtract, table
 
 _SUBTRACT = {"auto": Subtract.AUTO, "always": Subtract.ALWAYS, "never": Subtract.NEVER}
@@ -45,8 +45,9 @@ class ECDQ(Codec):
        found on 256 blocks or fewer, sampled by what they may cost, that are tried with a few
        steps (no second pass). Quantizing adds up the exact error; in the rare case that the
        sample was misled, the segment takes a smaller step that needs no sample
-       (`kernels/_reference/steps.py`). None of this looks at r. `step=` gives f itself. Integers
-       stay within 32001: Δ is at least max|v|/32000, even if that is more error than asked for.
+       (`kernels/_reference/ecdq_steps.py`). None of this looks at r. `step=` gives f itself.
+       Integers stay within 32001: Δ is at least max|v|/32000, even if that is more error than
+       asked for.
     3. q is coded losslessly (`coder=`): zeros and small integers cost little. The code length may
        depend on anything, the value may not.
     4. `max_bits=` is a ceiling on the coded bits of a value (2 or more, averaged over a segment;
@@ -87,28 +88,30 @@ class ECDQ(Codec):
     segmented: ClassVar[bool] = True
     knows_error: ClassVar[bool] = True
 
-    error: float | None = None
-    step: float | None = None
-    coder: str = "bitmap"
-    subtract: str = "auto"
-    max_bits: float | None = None
-    block: int | None = None
+    error: float | None = field(default=None, metadata=between(1e-8, 1e4, integer=False))
+    step: float | None = field(default=None, metadata=between(1e-4, 1e3, integer=False))
+    coder: str = field(default="bitmap", metadata=CODER)
+    subtract: str = field(default="auto", metadata=one_of(*_SUBTRACT))
+    max_bits: float | None = field(default=None, metadata=between(2, 16, integer=False))
+    block: int | None = field(
+        default=None,
+        metadata=described(
+            f"a multiple of {BLOCK} from {BLOCK} to {_MOST_VALUES}, or tensor for one step"
+        ),
+    )
 
     def __post_init__(self) -> None:
         if self.error is not None and self.step is not None:
             raise ConfigError("ecdq: give one of error= and step=")
         if self.error is None and self.step is None:
             object.__setattr__(self, "error", _DEFAULT_ERROR)
-        for name, low, high in (("error", 1e-8, 1e4), ("step", 1e-4, 1e3), ("max_bits", 2, 16)):
+        check_settings(self)
+        for name in ("error", "step", "max_bits"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if not (is_integer(value) or isinstance(value, float)) or not low <= value <= high:
-                raise ConfigError(f"ecdq: {name} must be from {low:g} to {high:g}, not {value!r}")
-            object.__setattr__(self, name, float(value))
-        check_choice(self.name, "subtract", self.subtract, tuple(_SUBTRACT))
-        _check_block(self.block)
-        coder(self.coder)
+            object.__setattr__(self, name, None if value is None else float(value))
+        block = BLOCK if self.block is None else self.block
+        if not is_integer(block) or block % BLOCK or not BLOCK <= block <= _MOST_VALUES:
+            raise refused(self, "block")
 
     @property
     def budget(self) -> float | None:
@@ -160,79 +163,33 @@ class ECDQ(Codec):
         )
         return header.body_bytes + 4 * (table(header.parts).chunks + planes)
 
-    def _write(
-        self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
-    ) -> None:
-        self._write_within(ErrorBudget(), x, key, body, header, norm)
-
-    def _write_within(
-        self,
-        budget: ErrorBudget,
-        x: Tensor,
-        key: Key,
-        body: Tensor,
-        header: Header,
-        norm: Tensor | float | None,
-    ) -> None:
-        no_norm(self.name, norm)
-        steps, section = _sections(body, header)
+    def _encode(self, request: EncodeRequest) -> None:
+        x, header, spent = request.x, request.header, request.spent
+        no_norm(self.name, request.norm)
+        steps, section = _sections(request.body, header)
         parts, kernels, subtract = header.parts, backend(x.device), _SUBTRACT[self.subtract]
         searched = self.error is not None and subtract is not Subtract.ALWAYS
         budgets = Budgets.of(len(parts), x.device) if searched else None
-        spent = budget.spent
         if spent is not None and header.run:
             spent = x.new_empty(len(parts), dtype=torch.float64)
-        kernels.ecdq_steps(
-            x,
-            steps,
-            parts,
-            errors=_per_run(_times(self.error or 0.0, budget.shares, header), header),
-            step=self.step or 0.0,
-            max_bits=self.max_bits or 0.0,
-            subtract=subtract,
-            budgets=budgets,
-        )
+        errors = _per_run(_times(self.error or 0.0, request.shares, header), header)
+        rule = StepRule(errors, self.step or 0.0, self.max_bits or 0.0, subtract)
+        kernels.ecdq_steps(x, steps, parts, rule, budgets)
+        coding = Coding(coder(self.coder).kind, request.key.stream(), header.form)
         kernels.ecdq_encode(
-            x,
-            steps,
-            section,
-            parts,
-            stream=key.stream(),
-            coder=int(coder(self.coder).kind),
-            form=header.form,
-            subtract=subtract,
-            budgets=budgets,
-            spent=spent,
+            x, steps, section, parts, coding, subtract=subtract, budgets=budgets, spent=spent
         )
-        if budget.spent is not None and spent is not None and header.run:
-            _add_up(spent, header, budget.spent)
+        if request.spent is not None and spent is not None and header.run:
+            _add_up(spent, header, request.spent)
 
-    def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
+    def _read(self, wire: Wire, body: Tensor, into: DecodeTarget) -> None:
         steps, section = _sections(body, wire.header)
-        backend(body.device).ecdq_decode(
-            section,
-            steps,
-            into.out,
-            wire.header.parts,
-            stream=wire.key.stream(),
-            coder=int(coder(self.coder).kind),
-            weight=into.weight,
-            add=into.add,
-        )
+        coding = Coding(coder(self.coder).kind, wire.key.stream())
+        backend(body.device).ecdq_decode(section, steps, into.output, wire.header.parts, coding)
 
     def __str__(self) -> str:
         """Without a block there is nothing to say about it."""
         return super().__str__().removesuffix(",block=tensor")
-
-
-def _check_block(block: Any) -> None:
-    if block is None:
-        return
-    if not is_integer(block) or block % BLOCK or not BLOCK <= block <= _MOST_VALUES:
-        raise ConfigError(
-            f"ecdq: block must be a multiple of {BLOCK} from {BLOCK} to {_MOST_VALUES}, or tensor "
-            f"for one step; not {block!r}"
-        )
 
 
 def _check_runs(segments: tuple[int, ...], run: int) -> None:

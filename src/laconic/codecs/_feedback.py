@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from laconic._key import Key
-from laconic._wire import HEADER_BYTES, Header, Wire, header_tensor
-from laconic.codecs._base import Codec, Into, _header_of, buffer, flat_input
-from laconic.codecs._memory import Memory, Place, Scratch, tiling
-from laconic.codecs._spec import check_inner
-from laconic.errors import ConfigError, WireError
-from laconic.kernels import backend
+from laconic._scratch import borrowed
+from laconic._wire import Wire
+from laconic.codecs._base import DecodeTarget, EncodeRequest, Place
+from laconic.codecs._residuals import tiling
+from laconic.codecs._wrapper import Wrapper
+from laconic.kernels import Output, backend
 
-_PREFIX = 16  # λ and twelve zero bytes: the wire inside starts on a 16-byte boundary
 _LARGEST = 2.0**102  # of ‖λQ‖: too little to move the largest float32, so c - λQ is finite if c is
 _CPU_CHUNK, _CHUNK = 1 << 18, 1 << 24  # values whose products are added up at a time
 _SAFE = 2.0**-60, 2.0**100  # sums of fp32 products between these have lost nothing that counts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feedback(Codec):
+class Feedback(Wrapper):
     """`feedback(codec)`: remember what was lost, send it next time; any codec will do.
 
     Per tensor x with memory m (zero at first) and Q = decode(encode(x + m)) of the codec inside:
@@ -46,15 +43,17 @@ class Feedback(Codec):
 
     λ travels (fp32), receivers have no memory. The wire is that of c in fp32, whatever x is.
 
-    The memory belongs to the codec object: one for each rank and model. It is kept by parameter
-    (`Key.tensor`) and phase; encode with `places=` where x holds parts of several parameters, such
-    as a chunk of a DDP bucket. `state_dict`, `load_state_dict` and `reset` do what they say.
+    m is the caller's: `encode(residuals=)` with one `lc.Residuals` for each rank and model, which
+    keeps it by parameter (`Key.tensor`) and phase; encode with `places=` where x holds parts of
+    several parameters, such as a chunk of a DDP bucket. Without residuals m is 0 and is not kept.
+    Integrations and schedules do this for you, and save them in their `state_dict`.
 
     - Where c, Q or ‖λQ‖ (above 2^102) is not finite, λ is NaN: all decodes to NaN, and the
       memory stays as it was before, since GradScaler skips that step. (Ranks whose own gradient
       was finite have then sent their part in vain, as without feedback.)
     - The memory has the units of x: a changed loss scale finds it in the old one.
     - Biased at every step, so `variance_bound` is None: with a memory, not even x = 0 decodes to 0.
+    - Under another feedback, each has residuals of its own: what is lost is then added twice.
     - Factors differ between workers, so wires cannot be summed, and `workers` is not looked at.
       global and global-exp take each wire's own scale; a `norm=` must cover x + m, or all is NaN.
     - ndqsg's sender assumes that the receiver finds the right cells, and α = 1.
@@ -65,40 +64,18 @@ class Feedback(Codec):
 
     >>> import torch, laconic as lc
     >>> codec, x = lc.codec("feedback(qsgd-topk)"), torch.tensor([3.0, 0.5, -4.0, 0.25])
-    >>> codec.decode(codec.encode(x, lc.Key(tensor=7)))
+    >>> residuals = lc.Residuals()
+    >>> codec.decode(codec.encode(x, lc.Key(tensor=7), residuals=residuals))
     tensor([ 3.5000,  0.0000, -3.5000,  0.0000])
-    >>> codec.state_dict()
+    >>> residuals.state_dict()
     {'7,0': tensor([-0.5000,  0.5000, -0.5000,  0.2500])}
     """
 
     name: ClassVar[str] = "feedback"
     id: ClassVar[int] = 11
     unbiased: ClassVar[bool] = False
-    remembers: ClassVar[bool] = True
-
-    inner: Codec
-    memory: Memory = field(default_factory=Memory, init=False, repr=False, compare=False)
-    _scratch: Scratch = field(default_factory=Scratch, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check_inner(self.name, self.inner)
-        object.__setattr__(self, "segmented", self.inner.segmented)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all residuals, by "parameter,phase"."""
-        return self.memory.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state_dict; its tensors may be on any device."""
-        self.memory.load_state_dict(state)
-
-    def reset(self) -> None:
-        """Forget what was not sent."""
-        self.memory.reset()
-
-    def change_units(self, parameter: int, growth: Tensor) -> None:
-        """What is remembered of a parameter, divided by 2^growth: its gradients will be, too."""
-        self.memory.change_units(parameter, growth)
+    residuals: ClassVar[bool] = True
+    own_bytes: ClassVar[int] = 4  # λ
 
     def contraction(self, d: int) -> float:
         """Bound on E‖c - λQ‖² / ‖c‖² over all c of d values; below 1 if the codec's is known."""
@@ -107,203 +84,73 @@ class Feedback(Codec):
             return 1.0
         return bound / (1 + bound) if self.inner.unbiased else min(bound, 1.0)
 
-    @property
-    def even_noise(self) -> bool:
-        return self.inner.even_noise
-
-    @property
-    def needs_side(self) -> bool:
-        return self.inner.needs_side
-
     def variance_bound(self, d: int) -> float | None:
         return None
 
-    def nbytes(
-        self,
-        numel: int,
-        dtype: torch.dtype = torch.float32,
-        segments: Sequence[int] | None = None,
-    ) -> int:
-        parts = self.inner._parts(numel, segments)
-        return HEADER_BYTES + self._room(_form(self.inner, numel, dtype, parts).outer)
+    def _encode(self, request: EncodeRequest) -> None:
+        x, factor, homes = request.x, _factor(request.body), _homes(request)
+        with ExitStack() as stack:
 
-    def encode(
-        self,
-        x: Tensor,
-        key: Key,
-        norm: Tensor | float | None = None,
-        workers: int | None = None,
-        out: Tensor | Wire | None = None,
-        segments: Sequence[int] | None = None,
-        shares: Sequence[float] | Tensor | None = None,
-        spent: Tensor | None = None,
-        places: Sequence[Place] | None = None,
-    ) -> Wire:
-        """Encode x + memory, and remember the error: once for each step.
+            def room() -> Tensor:
+                return stack.enter_context(borrowed(x.numel(), x.device))
 
-        `places` say which parts of which parameters x consists of, in order; without them x is
-        the whole of parameter `key.tensor`. The rest is as in any codec.
-        """
-        flat = flat_input(x)
-        if workers is not None and (not isinstance(workers, int) or workers < 1):
-            raise ConfigError(f"workers must be a positive integer, not {workers!r}")
-        parts = self.inner._parts(flat.numel(), segments)
-        self._error_budget(shares, spent, max(len(parts), 1), flat.device)  # it has none
-        header, head, _, _ = _form(self.inner, flat.numel(), x.dtype, parts)
-        size = HEADER_BYTES + self._room(header)
-        data = buffer(out.buffer if isinstance(out, Wire) else out, size, flat.device)
-        if not (isinstance(out, Wire) and out.header == header):
-            data[:HEADER_BYTES].copy_(header_tensor(head, flat.device))
-        if places is None and flat.numel():
-            count = flat.numel()
-            places = [Place(parameter=key.tensor, start=0, numel=count, total=count)]
-        tiles = tiling(places or (), flat.numel())
-        if tiles:
-            self._step(flat, key, data[HEADER_BYTES:], header, norm, tiles)
-        return Wire(buffer=data, key=key, shape=x.shape, dtype=x.dtype, header=header)
+            if not homes:
+                self._project(x.float(), request, out=room())
+                return
+            m = homes[0] if len(homes) == 1 else room()
+            parts = list(m.split([home.numel() for home in homes]))
+            if len(homes) > 1:
+                _copy(homes, parts)
+            c = torch.add(x, m, out=room())
+            sent = self._project(c, request, out=room())
+            fine = torch.isfinite(factor)
+            if not _readable(x):
+                torch.where(fine, c.sub_(sent), m, out=m)
+            elif fine:
+                torch.sub(c, sent, out=m)
+            if len(homes) > 1:
+                _copy(parts, homes)
 
-    def _step(
-        self,
-        x: Tensor,
-        key: Key,
-        body: Tensor,
-        header: Header,
-        norm: Tensor | float | None,
-        places: tuple[Place, ...],
-    ) -> None:
-        """Encode flat x into the body, and move the memory on."""
-        self.memory.claim(key.rank)
-        homes = [self.memory.of(place, key.phase, x.device) for place in places]
-        scattered = len(homes) > 1
-        m = self._buffer("memory", x) if scattered else homes[0]
-        parts = list(m.split([place.numel for place in places]))
-        if scattered:
-            _copy(homes, parts)
-        c = torch.add(x, m, out=self._buffer("corrected", x))
-        self._write(c, key, body, header, norm)
-        value, fine = self._buffer("decoded", x), torch.isfinite(_factor(body))
-        if not _readable(x):
-            torch.where(fine, c.sub_(value), m, out=m)
-        elif fine:
-            torch.sub(c, value, out=m)
-        if scattered:
-            _copy(parts, homes)
-
-    def _write(
-        self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
-    ) -> None:
-        """Encode x, which is c here, without the memory; λ·Q stays in the buffer "decoded"."""
-        segments = header.segments or None
-        wire = self.inner.encode(x, key, norm, out=body[_PREFIX:], segments=segments)
-        q = self.inner.decode(wire, side=x, out=self._buffer("decoded", x))
-        body[:_PREFIX].zero_()
-        q.mul_(_factor(body).copy_(self._optimal(q, x)))
-
-    def _optimal(self, q: Tensor, c: Tensor) -> Tensor:
-        """⟨q, c⟩/⟨q, q⟩ in fp64, on the device; NaN if anything is not finite.
-
-        ⟨q, c⟩ is finite just where all values are: an infinite q_i comes of a c_i that is not 0.
-        """
-        sums = _host_products(q, c) if _readable(c) else self._products(q, c)
-        qq, qc = sums.unbind()
-        factor = torch.where(qq > 0, qc / qq, 0 * qc)
-        return torch.where(qc.abs() <= _LARGEST * qq.sqrt(), factor, torch.nan)
-
-    def _products(self, q: Tensor, c: Tensor) -> Tensor:
-        """⟨q, q⟩ and ⟨q, c⟩ in fp64, in which no square of a float32 is too large or too small."""
-        size = min(_CHUNK, c.numel())
-        chunks = -(-c.numel() // size)
-        pair = self._scratch.take("pair", 2 * size, c.device, torch.float64).view(2, size)
-        sums = self._scratch.take("sums", 2 * chunks, c.device, torch.float64).view(2, chunks)
-        for i, (a, b) in enumerate(zip(q.split(size), c.split(size), strict=True)):
-            u, v = pair[0, : a.numel()].copy_(a), pair[1, : a.numel()].copy_(b)
-            torch.dot(u, u, out=sums[0, i])
-            torch.dot(u, v, out=sums[1, i])
-        return sums.sum(1)
-
-    def _check(self, wire: Wire) -> None:
-        """As in any codec; where that needs no waiting, the header inside is looked at, too."""
-        form = _form(self.inner, wire.header.numel, wire.dtype, wire.header.segments)
-        if wire.header != form.outer:
-            raise WireError(
-                f"this wire was not written by {self}: decode it with the codec, settings and "
-                "shape that encoded it"
-            )
-        if wire.buffer.numel() < form.outer.nbytes:
-            raise WireError(
-                f"the wire should have {form.outer.nbytes} bytes, but has {wire.buffer.numel()}"
-            )
-        if wire.header.numel and _readable(wire.buffer):
-            start, end = HEADER_BYTES + 4, HEADER_BYTES + _PREFIX + HEADER_BYTES
-            if bytes(wire.buffer[start:end].tolist()) != bytes(_PREFIX - 4) + form.inner_head:
-                raise WireError(f"the header inside this wire of {self} is damaged")
-
-    def _header(
-        self, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
-    ) -> Header:
-        return _form(self.inner, numel, dtype, segments).outer
-
-    def _room(self, header: Header) -> int:
-        if not header.numel:
-            return 0
-        form = _form(self.inner, header.numel, header.dtype, header.segments)
-        return _PREFIX + HEADER_BYTES + self.inner._room(form.inner)
-
-    def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
-        numel, out = wire.header.numel, into.out
-        inside = Wire(
-            buffer=body[_PREFIX:],
-            key=wire.key,
-            shape=torch.Size((numel,)),
-            dtype=torch.float32,
-            header=_form(self.inner, numel, wire.dtype, wire.header.segments).inner,
+    def _project(self, c: Tensor, request: EncodeRequest, out: Tensor) -> Tensor:
+        """Encode c; out = λ·Q, what will be decoded."""
+        body, kept = request.body, request.residuals
+        wire = self.inner.encode(
+            c,
+            request.key,
+            request.norm,
+            out=body[self._start :],
+            segments=request.header.segments or None,
+            places=request.places,
+            residuals=None if kept is None else kept.inside,
         )
-        direct = out.dtype == torch.float32 and not into.add
-        value = out if direct else self._buffer("decoded", out)
-        self.inner.decode(inside, side=into.side, out=value, failed=into.failed)
-        factor = _factor(body) * into.weight
-        value.mul_(torch.where(torch.isfinite(factor), factor, torch.nan))
-        if out.dtype == torch.float16:  # x + m, and so the value, may be larger than any half
-            largest = torch.finfo(torch.float16).max
-            value.clamp_(-largest, largest)
-        if not direct:
-            backend(out.device).accumulate(value, out, weight=1.0, add=into.add)
+        q = self.inner.decode(wire, side=c, out=out)
+        body[: self._start].zero_()
+        return q.mul_(_factor(body).copy_(_optimal(q, c)))
 
-    def _buffer(self, name: str, like: Tensor) -> Tensor:
-        """An fp32 scratch buffer as long as `like`, on its device."""
-        return self._scratch.take(name, like.numel(), like.device)
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.inner})"
-
-
-class _Form(NamedTuple):
-    outer: Header
-    outer_head: bytes
-    inner: Header
-    inner_head: bytes
+    def _read(self, wire: Wire, body: Tensor, into: DecodeTarget) -> None:
+        inside, out = self._wire_inside(wire, body), into.out
+        with ExitStack() as stack:
+            direct = out.dtype == torch.float32 and not into.add
+            value = out if direct else stack.enter_context(borrowed(out.numel(), out.device))
+            self.inner.decode(inside, side=into.side, out=value, failed=into.failed)
+            factor = _factor(body) * into.weight
+            value.mul_(torch.where(torch.isfinite(factor), factor, torch.nan))
+            if out.dtype == torch.float16:  # x + m, and so the value, may be larger than any half
+                largest = torch.finfo(torch.float16).max
+                value.clamp_(-largest, largest)
+            if not direct:
+                backend(out.device).accumulate(value, Output(out, add=into.add))
 
 
-@lru_cache(maxsize=4096)
-def _form(inner: Codec, numel: int, dtype: torch.dtype, segments: tuple[int, ...]) -> _Form:
-    """The headers of a wire and of the wire inside it.
-
-    The outer header's `levels` are the check sum of the inner one, so that a wire of another codec
-    inside is known without waiting for the device. Cached by the codec inside: a cache by the
-    wrapper would keep a memory alive that nobody uses any more.
-    """
-    inside, inner_head = _header_of(inner, numel, torch.float32, 1, segments)
-    outer = Header(
-        codec=Feedback.id,
-        dtype=dtype,
-        numel=numel,
-        body_bytes=_PREFIX + inside.nbytes if numel else 0,
-        levels=int.from_bytes(inner_head[-4:], "little"),
-        coder=inside.coder,
-        run=inside.run,
-        segments=inside.segments,
-    )
-    return _Form(outer, outer.pack(), inside, inner_head)
+def _homes(request: EncodeRequest) -> list[Tensor]:
+    """The residuals of x's places; none if the caller keeps none."""
+    key, numel, kept = request.key, request.x.numel(), request.residuals
+    whole = Place(parameter=key.tensor, start=0, numel=numel, total=numel)
+    places = tiling((whole,) if request.places is None else request.places, numel)
+    if kept is None:
+        return []
+    kept.claim(key.rank)
+    return [kept.of(place, key.phase, request.x.device) for place in places]
 
 
 def _factor(body: Tensor) -> Tensor:
@@ -314,6 +161,31 @@ def _factor(body: Tensor) -> Tensor:
 def _readable(x: Tensor) -> bool:
     """Whether Python may look at values without waiting for a device."""
     return x.device.type == "cpu"
+
+
+def _optimal(q: Tensor, c: Tensor) -> Tensor:
+    """⟨q, c⟩/⟨q, q⟩ in fp64, on the device; NaN if anything is not finite.
+
+    ⟨q, c⟩ is finite just where all values are: an infinite q_i comes of a c_i that is not 0.
+    """
+    sums = _host_products(q, c) if _readable(c) else _products(q, c)
+    qq, qc = sums.unbind()
+    factor = torch.where(qq > 0, qc / qq, 0 * qc)
+    return torch.where(qc.abs() <= _LARGEST * qq.sqrt(), factor, torch.nan)
+
+
+def _products(q: Tensor, c: Tensor) -> Tensor:
+    """⟨q, q⟩ and ⟨q, c⟩ in fp64, in which no square of a float32 is too large or too small."""
+    size = min(_CHUNK, c.numel())
+    chunks = -(-c.numel() // size)
+    kind = torch.float64
+    with borrowed(2 * size, c.device, kind) as pair, borrowed(2 * chunks, c.device, kind) as sums:
+        u, v, sums = pair[:size], pair[size:], sums.view(2, chunks)
+        for i, (a, b) in enumerate(zip(q.split(size), c.split(size), strict=True)):
+            one, other = u[: a.numel()].copy_(a), v[: a.numel()].copy_(b)
+            torch.dot(one, one, out=sums[0, i])
+            torch.dot(one, other, out=sums[1, i])
+        return sums.sum(1)
 
 
 def _host_products(q: Tensor, c: Tensor) -> Tensor:

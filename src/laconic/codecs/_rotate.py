@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from laconic._key import Key, Stream
+from laconic._scratch import borrowed
+from laconic._settings import described, refused
 from laconic._wire import HEADER_BYTES, Header, Wire, header_tensor
-from laconic.codecs._base import Codec, ErrorBudget, Into, _header_of, flat_input
+from laconic.codecs._base import DecodeTarget, EncodeRequest, no_norm
 from laconic.codecs._dqsg import DQSG
-from laconic.codecs._linear import is_integer, no_norm, sections
+from laconic.codecs._linear import is_integer, lattice_of, sections
 from laconic.codecs._qsgd import QSGD
-from laconic.codecs._spec import check_inner
-from laconic.errors import ConfigError, WireError
-from laconic.kernels import ScaleKind, backend
-from laconic.kernels._layout import code_offset
+from laconic.codecs._wrapper import Wrapper
+from laconic.errors import ConfigError
+from laconic.kernels import Rotation, ScaleKind, backend
 
 _LEAST, _MOST = 128, 4096
 _FUSED = {QSGD.id: False, DQSG.id: True}  # codecs that kernels rotate for; is u subtracted?
@@ -27,7 +26,7 @@ _OTHER_PHASE = 1 << 63
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rotate(Codec):
+class Rotate(Wrapper):
     """`rotate(codec)`: turn the tensor at random, encode that, and turn back what was decoded.
 
     Per block of B values (a power of two), H the orthonormal Walsh-Hadamard matrix, D a diagonal
@@ -66,28 +65,29 @@ class Rotate(Codec):
     name: ClassVar[str] = "rotate"
     id: ClassVar[int] = 10
     unbiased: ClassVar[bool] = False  # that of the codec inside, on every object
+    forwards: ClassVar[tuple[str, ...]] = (*Wrapper.forwards, "unbiased", "knows_error")
 
-    inner: Codec
-    block: int = 1024
+    block: int = field(default=1024, metadata=described(f"a power of two from {_LEAST} to {_MOST}"))
 
     def __post_init__(self) -> None:
-        check_inner(self.name, self.inner)
-        if self.inner.name == self.name:
+        super().__post_init__()
+        if isinstance(self.inner, Rotate):
             raise ConfigError(f"rotate cannot wrap {self.inner}: once is enough")
-        if hasattr(self.inner, "local_norm"):
+        if self.inner.shared_norm:
             raise ConfigError(
                 f"rotate cannot wrap {self.inner.name}: its workers share one scale and add what "
                 f"they encoded, but every rank turns another way; use {self.inner.name} as it is, "
                 "or rotate(dqsg:bits=8)"
             )
+        if self.inner.residuals:
+            raise ConfigError(
+                f"rotate cannot wrap {self.inner}: every step turns another way, and its residuals "
+                f"would be added turned wrongly; write {self.inner.name}(rotate(...)), which "
+                "keeps them as gradients are"
+            )
         block = self.block
         if not is_integer(block) or not _LEAST <= block <= _MOST or block & (block - 1):
-            raise ConfigError(
-                f"rotate: block must be a power of two from {_LEAST} to {_MOST}, not {block!r}"
-            )
-        object.__setattr__(self, "unbiased", self.inner.unbiased)
-        object.__setattr__(self, "segmented", self.inner.segmented)
-        object.__setattr__(self, "knows_error", self.inner.knows_error)
+            raise refused(self, "block")
 
     @property
     def budget(self) -> float | None:
@@ -96,65 +96,17 @@ class Rotate(Codec):
     def at_share(self, share: float) -> Rotate:
         return replace(self, inner=self.inner.at_share(share))
 
-    @property
-    def even_noise(self) -> bool:
-        return self.inner.even_noise
-
-    @property
-    def needs_side(self) -> bool:
-        return self.inner.needs_side
-
     def variance_bound(self, d: int) -> float | None:
         return self.inner.variance_bound(d)
 
-    def _header(
-        self, numel: int, dtype: torch.dtype, workers: int, segments: tuple[int, ...]
-    ) -> Header:
-        inside, head = _inside(self.inner, numel, segments)
-        return Header(
-            codec=self.id,
-            dtype=dtype,
-            numel=numel,
-            block=self.block,
-            levels=int.from_bytes(head[-4:], "little"),  # another codec's wire is found out
-            coder=inside.coder,
-            run=inside.run,
-            segments=inside.segments,
-            body_bytes=inside.nbytes if numel else 0,
-        )
+    def _header_fields(self) -> dict[str, Any]:
+        return {"block": self.block}
 
-    def _room(self, header: Header) -> int:
-        if not header.numel:
-            return 0
-        return HEADER_BYTES + self.inner._room(
-            _inside(self.inner, header.numel, header.segments)[0]
-        )
-
-    def _check(self, wire: Wire) -> None:
-        """As in any codec; where that needs no waiting, the header inside is looked at, too."""
-        super()._check(wire)
-        if wire.header.numel and wire.buffer.device.type == "cpu":
-            head = bytes(wire.buffer[HEADER_BYTES : 2 * HEADER_BYTES].tolist())
-            if head != _inside(self.inner, wire.header.numel, wire.header.segments)[1]:
-                raise WireError(f"the header inside this wire of {self} is damaged")
-
-    def _write(
-        self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None
-    ) -> None:
-        self._write_within(ErrorBudget(), x, key, body, header, norm)
-
-    def _write_within(
-        self,
-        budget: ErrorBudget,
-        x: Tensor,
-        key: Key,
-        body: Tensor,
-        header: Header,
-        norm: Tensor | float | None,
-    ) -> None:
+    def _encode(self, request: EncodeRequest) -> None:
         """Shares and errors are those of the codec inside: every segment is turned by itself."""
-        no_norm(self.name, norm)
-        inside, head = _inside(self.inner, header.numel, header.segments)
+        x, key, body, segments = request.x, request.key, request.body, request.header.segments
+        no_norm(self.name, request.norm)
+        inside, head = self._inside(x.numel(), segments)
         kernels, signs = backend(x.device), _signs(key)
         if _is_fused(inside) and _is_row(inside.block):
             body[:HEADER_BYTES].copy_(header_tensor(head, x.device))
@@ -163,70 +115,49 @@ class Rotate(Codec):
                 x,
                 scales,
                 codes,
-                signs=signs,
-                size=self.block,
+                Rotation(signs, self.block),
+                lattice_of(inside),
                 stream=key.stream(),
                 kind=ScaleKind(inside.norm),
-                **_settings(inside),
             )
             return
-        segments = header.segments
-        with _scratch(x) as y:
-            kernels.rotate_into(x, y, stream=signs, size=self.block, segments=segments)
+        with borrowed(x.numel(), x.device) as y:
+            kernels.rotate_into(x, y, Rotation(signs, self.block, segments))
             self.inner.encode(
                 y,
                 key,
                 out=body,
                 segments=segments or None,
-                shares=budget.shares if len(budget.shares) else None,
-                spent=budget.spent,
+                shares=request.shares if len(request.shares) else None,
+                spent=request.spent,
             )
 
-    def _read(self, wire: Wire, body: Tensor, into: Into) -> None:
+    def _read(self, wire: Wire, body: Tensor, into: DecodeTarget) -> None:
         header, key = wire.header, wire.key
-        inside, _ = _inside(self.inner, header.numel, header.segments)
+        inside, _ = self._inside(header.numel, header.segments)
         kernels, signs = backend(body.device), _signs(key)
-        worth = {"weight": into.weight, "add": into.add}
         if _is_fused(inside):
             scales, codes = sections(body[HEADER_BYTES:], inside)
             kernels.dequantize_rotate(
                 codes,
                 scales,
-                into.out,
-                signs=signs,
-                size=self.block,
+                into.output,
+                Rotation(signs, self.block),
+                lattice_of(inside),
                 stream=key.stream() if _FUSED[inside.codec] else None,
-                offset=code_offset(inside.levels, inside.bits),
-                **_settings(inside),
-                **worth,
+                offset=lattice_of(inside).offset,
             )
             return
-        turn: dict[str, Any] = {"stream": signs, "size": self.block, "segments": header.segments}
-        shape = torch.Size((header.numel,))
-        within = Wire(buffer=body, key=key, shape=shape, dtype=torch.float32, header=inside)
+        turn = Rotation(signs, self.block, header.segments)
+        within = self._wire_inside(wire, body)
         with ExitStack() as stack:
             side = into.side
             if side is not None:
-                given = self._side(side, header, body.device)
-                side = stack.enter_context(_scratch(into.out))
-                kernels.rotate_into(given, side, **turn)
-            y = stack.enter_context(_scratch(into.out))
+                side = stack.enter_context(borrowed(header.numel, body.device))
+                kernels.rotate_into(into.flat_side(), side, turn)
+            y = stack.enter_context(borrowed(header.numel, body.device))
             self.inner.decode(within, side=side, out=y, failed=into.failed)
-            kernels.rotate_back(y, into.out, **turn, **worth)
-
-    def _side(self, side: Tensor, header: Header, device: torch.device) -> Tensor:
-        side = flat_input(side)
-        if side.numel() != header.numel or side.device != device:
-            raise ValueError(f"side must be on {device} and hold {header.numel} values")
-        return side
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.inner}):block={self.block}"
-
-
-def _inside(inner: Codec, numel: int, segments: tuple[int, ...]) -> tuple[Header, bytes]:
-    """The header of the wire inside, which always holds fp32 values."""
-    return _header_of(inner, numel, torch.float32, 1, segments)
+            kernels.rotate_back(y, into.output, turn)
 
 
 def _signs(key: Key) -> Stream:
@@ -242,28 +173,3 @@ def _is_fused(inside: Header) -> bool:
 def _is_row(block: int) -> bool:
     """Scales of such blocks are found where rotation happens."""
     return _LEAST <= block <= _MOST and block & (block - 1) == 0
-
-
-def _settings(inside: Header) -> dict[str, Any]:
-    return {"block": inside.block, "levels": inside.levels, "bits": inside.bits}
-
-
-_free: list[Tensor] = []  # the CPU's allocator would fetch a large buffer's pages anew every time
-
-
-@contextmanager
-def _scratch(like: Tensor) -> Iterator[Tensor]:
-    """As many fp32 values as `like` has, on its device."""
-    if like.device.type != "cpu":
-        yield torch.empty(like.numel(), device=like.device)
-        return
-    try:
-        kept = _free.pop()
-    except IndexError:
-        kept = torch.empty(0)
-    if kept.numel() < like.numel():
-        kept = torch.empty(like.numel())
-    try:
-        yield kept[: like.numel()]
-    finally:
-        _free.append(kept)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic._cost import Cluster, Task, TensorLoad, Work
 from laconic._wire import HEADER_BYTES
 from laconic.codecs import Codec
+from laconic.comm._context import ExchangeContext
+from laconic.comm._sums import gather_numbers, plain_mean, sum_in_place
 from laconic.errors import ConfigError, WireError
-from laconic.exchanges._base import Call, Exchange
-from laconic.exchanges._transport import gather_numbers, plain_mean, sum_in_place
+from laconic.exchanges._base import Exchange, norm_and_plain
 from laconic.kernels import backend
 
 CHECK_BYTES = 4  # of a rank, behind the integers of all
@@ -37,6 +39,7 @@ class AllReduce(Exchange):
     """
 
     name: ClassVar[str] = "allreduce"
+    sums_wires: ClassVar[bool] = True
 
     def check(self, codec: Codec) -> None:
         if not codec.summable:
@@ -49,43 +52,61 @@ class AllReduce(Exchange):
     def check_group(self, codec: Codec, group: dist.ProcessGroup) -> None:
         codec.check_workers(group.size())
 
-    def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
-        own: Any = codec
-        keys = [call.key(rank) for rank in range(call.size)]
+    def mean(
+        self, x: Tensor, codec: Codec, context: ExchangeContext, uncompressed: Tensor | None = None
+    ) -> None:
+        keys = [context.key(rank) for rank in range(context.size)]
         norm = None
-        if hasattr(codec, "local_norm"):
-            norm = own.global_norm(gather_numbers(own.local_norm(x), call, rest))
+        if codec.shared_norm:
+            norm = codec.global_norm(gather_numbers(codec.local_norm(x), context, uncompressed))
         else:
-            plain_mean(rest, call)
-        room = codec.nbytes(x.numel(), x.dtype) + CHECK_BYTES * call.size
-        buffer = call.scratch.take("wire", room, x.device, torch.uint8)
-        wire = codec.encode(x, keys[call.rank], norm=norm, workers=call.size, out=buffer)
+            plain_mean(uncompressed, context)
+        room = codec.nbytes(x.numel(), x.dtype) + CHECK_BYTES * context.size
+        buffer = context.scratch.take("wire", room, x.device, torch.uint8)
+        wire = codec.encode(x, keys[context.rank], norm=norm, workers=context.size, out=buffer)
         payload = wire.payload
-        if payload.is_floating_point() or not call.sums(x.device):
-            sum_in_place(payload, call)
+        if payload.is_floating_point() or not context.sums(x.device):
+            sum_in_place(payload, context)
         else:
             # the scale behind the integers has done its work: all ranks hold it as `norm`
             finite = norm is None or bool(norm.isfinite())
-            _sum_integers(payload, buffer[HEADER_BYTES:], call, finite)
+            _sum_integers(payload, buffer[HEADER_BYTES:], context, finite)
         codec.decode_sum(payload, keys, norm=norm, shape=x.shape, dtype=x.dtype, out=x)
 
+    def cost(self, load: TensorLoad, cluster: Cluster) -> list[Task]:
+        """Tasks of a bucket; lossless codecs send w bytes per value, plain ones among them.
 
-def _sum_integers(payload: Tensor, body: Tensor, call: Call, finite: bool) -> None:
+        [norm(d),] S, E(d, 1), A(2(n-1)/n·(b·d/8 + 4n)), reduce(d), D(d, 1)
+        none: A(2(n-1)/n·w·(d + p)), copy(d + p)
+        """
+        links, cost, d = cluster.flat, load.cost, load.encoded
+        if load.codec.lossless:
+            copy = Work(cluster.device.copy.seconds(load.values))
+            return [links.sum(load.value_bytes * load.values), copy]
+        return [
+            *norm_and_plain(load, links),
+            Work(cost.encode.seconds(d)),
+            links.sum(cost.bits_out / 8 * d + CHECK_BYTES * links.ranks),
+            Work(cost.reduce.seconds(d) + cost.decode.seconds(d)),
+        ]
+
+
+def _sum_integers(payload: Tensor, body: Tensor, context: ExchangeContext, finite: bool) -> None:
     """The payload, where `body` starts, becomes its sum; WireError if that is not what was sent.
 
     Under a scale that is not finite integers mean nothing, and may overflow: the mean is NaN.
     """
-    end, n, kernels = payload.nbytes, call.size, backend(payload.device)
-    salt = call.key(0).stream().k0
+    end, n, kernels = payload.nbytes, context.size, backend(payload.device)
+    salt = context.key(0).stream().k0
     own = kernels.payload_check(payload, salt).to(torch.int32).view(1)
     checks = body[end : end + CHECK_BYTES * n]
-    checks.zero_().view(n, CHECK_BYTES)[call.rank].copy_(own.view(torch.uint8))
-    sum_in_place(body[: end + CHECK_BYTES * n].view(payload.dtype), call)
+    checks.zero_().view(n, CHECK_BYTES)[context.rank].copy_(own.view(torch.uint8))
+    sum_in_place(body[: end + CHECK_BYTES * n].view(payload.dtype), context)
     every = int.from_bytes  # little-endian, as they were written
     want = sum(every(bytes(one.tolist()), "little") for one in checks.split(CHECK_BYTES))
     if finite and int(kernels.payload_check(payload, salt)) != want & 0xFFFFFFFF:
         raise WireError(
-            f"the sum of all ranks' integers at step {call.step} is damaged, and was not used: it "
-            "does not match the check sums of what they sent; if this happens again, look for a "
+            f"the sum of all ranks' integers at step {context.step} is damaged, and was not used: "
+            "it does not match the check sums of what they sent; if this happens again, look for a "
             "faulty link, switch or memory, or a rank with other settings"
         )

@@ -1,147 +1,47 @@
-"""The contract that every exchange keeps: a tensor on each rank → their mean, the same bits."""
+"""The contract of an exchange: a tensor on each rank → their mean, the same bits on all."""
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic._key import Key
-from laconic.codecs import Codec, Place
-from laconic.codecs._memory import Scratch
+from laconic._cost import (
+    Cluster,
+    EncodingError,
+    Links,
+    Task,
+    TensorLoad,
+    Work,
+    sent_bytes,
+)
+from laconic._spec import to_spec
+from laconic._wire import HEADER_BYTES
+from laconic.codecs import Codec
+from laconic.comm._context import ExchangeContext
+from laconic.comm._frame import FRAME_BYTES
+from laconic.comm._sums import checked_sum_bytes, sums_at_once
 from laconic.errors import ConfigError
 
-_CHUNKS = 1 << 20  # more than ranks: keys of different chunks differ
-VERIFY = ("auto", "sum", "none")
-
-
-@dataclass
-class Traffic:
-    """What this rank has sent so far, and how long it was in collectives, waiting included.
-
-    An exchange that knows which ranks share a node counts what stays inside one as `local_bytes`;
-    `sent_bytes` is all the rest, and with any other exchange everything.
-    """
-
-    sent_bytes: int = 0
-    wire_seconds: float = 0.0
-    local_bytes: int = 0
-
-    @contextmanager
-    def sending(self, count: float) -> Iterator[None]:
-        """Count bytes, and the time of the enclosed collective (on CUDA: of its launch)."""
-        start = time.perf_counter()
-        yield
-        self.wire_seconds += time.perf_counter() - start
-        self.sent_bytes += round(count)
-
-    @contextmanager
-    def inside_a_node(self) -> Iterator[None]:
-        """What is sent in here stays inside a node."""
-        before = self.sent_bytes
-        yield
-        self.local_bytes += self.sent_bytes - before
-        self.sent_bytes = before
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One exchange of one tensor: among whom, and what names its draws.
-
-    `tensor` is a number that all ranks give this tensor and no other one at this step; `places` say
-    which parameters it holds, for codecs with a step or a memory for each. `first_chunk` is the
-    number of its first chunk: sub-groups that share a tensor's parts draw with chunks of their own.
-    `memory` is what an exchange remembers of its tensors: give the same one at every step. Codecs
-    with a budget (`error=`) find there how much of each parameter's gradient ranks have in common.
-    `verify` says whether messages carry a check sum of all their bytes, or only of their frames:
-    "sum", "none", or "auto", which is "sum" for tensors on the CPU. All ranks give the same.
-    `passes` of backward were made since an optimizer stepped this rank's model, if that is known:
-    ranks whose numbers differ are told so.
-    """
-
-    group: dist.ProcessGroup
-    seed: int = 0
-    step: int = 0
-    tensor: int = 0
-    first_chunk: int = 0
-    places: tuple[Place, ...] = ()
-    known: set[Hashable] = field(default_factory=set, compare=False)  # wires that were as expected
-    memory: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # kept by the caller
-    scratch: Scratch = field(default_factory=Scratch, compare=False)
-    traffic: Traffic = field(default_factory=Traffic, compare=False)
-    verify: str = "auto"
-    passes: int | None = None
-
-    def __post_init__(self) -> None:
-        checked_verify(self.verify)
-
-    def sums(self, device: torch.device) -> bool:
-        """Whether messages of tensors there carry a check sum of all their bytes."""
-        return self.verify == "sum" or (self.verify == "auto" and device.type == "cpu")
-
-    def name_of(self, rank: int) -> str:
-        """What an error calls a rank of this group: its number among all ranks."""
-        return f"rank {dist.get_global_rank(self.group, rank)}"
-
-    @property
-    def size(self) -> int:
-        """How many ranks take part."""
-        return self.group.size()
-
-    @property
-    def rank(self) -> int:
-        """Which of them this is."""
-        return self.group.rank()
-
-    def key(self, rank: int, chunk: int = 0, phase: int = 0) -> Key:
-        """Names the encoding of a chunk by a rank: first (phase 0) or of a mean (phase 1)."""
-        tensor = self.tensor * _CHUNKS + self.first_chunk + chunk
-        return Key(seed=self.seed, step=self.step, tensor=tensor, rank=rank, phase=phase)
-
-    def inside(self, start: int, stop: int) -> list[Place]:
-        """The places of values start .. stop-1."""
-        found, first = [], 0
-        for place in self.places:
-            low, high = max(start, first), min(stop, first + place.numel)
-            if low < high:
-                found.append(
-                    Place(
-                        parameter=place.parameter,
-                        start=place.start + low - first,
-                        numel=high - low,
-                        total=place.total,
-                    )
-                )
-            first += place.numel
-        return found
-
-
-def checked_verify(verify: str) -> str:
-    """ConfigError unless it is one of the ways to check messages."""
-    if verify not in VERIFY:
-        raise ConfigError(f"verify is one of {', '.join(VERIFY)}, not {verify!r}")
-    return verify
-
-
-def saved_memory(memory: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
-    """What exchanges remember, for a state_dict; as it was loaded, where it was not used since."""
-    return {
-        key: kept if isinstance(kept, Mapping) else kept.state_dict()
-        for key, kept in memory.items()
-    }
+MESSAGE_BYTES = HEADER_BYTES + FRAME_BYTES  # of a message, around a wire's body
 
 
 class Exchange(ABC):
-    """How encoded tensors travel and add up. Subclasses are frozen dataclasses: settings only."""
+    """How encoded tensors travel and add up. Subclasses are frozen dataclasses: settings only.
+
+    What an exchange costs is in `cost`, `mean_error` and `memory`, for the planner. In their
+    equations there are n ranks, d values to encode, c = d/n in a chunk, p plain values of 4 bytes;
+    b and b' bits per value out and back, h = 64 + 16 bytes for a header and a message's frame,
+    f = 16 for a frame alone. E(v, k) and D(v, k) encode and decode v values in k calls; A(s), X(s)
+    and H(s) are all-reduce, all-to-all and sendrecv in which a rank sends s bytes; S is a sum of
+    4(n+p) bytes in our own messages, at once or in two all-to-alls (4p where there is no norm).
+    In brackets: where there is a shared norm; where lengths vary.
+    """
 
     name: ClassVar[str]
+    sums_wires: ClassVar[bool] = False  # as they are, encoded with the number of ranks
 
     @abstractmethod
     def check(self, codec: Codec) -> None:
@@ -163,7 +63,9 @@ class Exchange(ABC):
         """ConfigError, with what works, if values must not change their units between steps."""
 
     @abstractmethod
-    def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
+    def mean(
+        self, x: Tensor, codec: Codec, context: ExchangeContext, uncompressed: Tensor | None = None
+    ) -> None:
         """Replace flat x by the mean over the group: the same bits on every rank.
 
         `rest`, flat and fp32, holds the values that are not worth encoding: they become their mean
@@ -172,6 +74,66 @@ class Exchange(ABC):
         Waits for other ranks on the host where the backend does (Gloo).
         """
 
+    def cost(self, load: TensorLoad, cluster: Cluster) -> list[Task]:
+        """What a rank does with a bucket, one thing after another."""
+        raise ConfigError(
+            f"the planner cannot predict {self}: write {type(self).__name__}.cost(load, cluster), "
+            "which lists what a rank does as Work and Move tasks"
+        )
+
+    def sent_bytes(self, load: TensorLoad, cluster: Cluster) -> float:
+        """What a rank sends to ranks of other nodes."""
+        return sent_bytes(self.cost(load, cluster))
+
+    def mean_error(self, one: EncodingError, codec: Codec | None = None) -> float:
+        """NMSE of the mean that all ranks end with: e/(n·κ), of one encoding.
+
+        Draws of ranks are independent, so Σ_i e·‖x_i‖²/n² = e/(n·κ)·‖mean‖².
+        """
+        return one.averaged
+
+    def memory(self, load: TensorLoad, cluster: Cluster) -> float:
+        """Bytes that a rank holds while it exchanges: two wires, and the fp32 sum of a chunk."""
+        return buffers(load, cluster.workers, 1)
+
+    def planned(self, codec: Codec, cluster: Cluster) -> bool:
+        """Whether a plan tries it with a codec whose own exchange is another one."""
+        return False
+
+    def encodes_mean(self, codec: Codec) -> bool:
+        """Whether the mean is encoded once more, and so shares a codec's error budget."""
+        return False
+
+    def workers_added(self, codec: Codec, cluster: Cluster) -> int:
+        """How many workers' integers are added at the width of one, and so share its levels."""
+        return cluster.workers
+
     def __str__(self) -> str:
-        """The text that names this exchange."""
-        return self.name
+        """The spec that names this exchange, with settings that are not the defaults."""
+        return to_spec(self)
+
+
+def norm_and_plain(load: TensorLoad, links: Links) -> list[Task]:
+    """[norm(d),] S: the shared scale and plain values in one message, or plain values alone."""
+    if load.codec.shared_norm:
+        norm = Work(load.cost.norm.seconds(load.encoded))
+        return [norm, *_checked_sum(4 * (links.ranks + load.plain), links)]
+    return _checked_sum(4 * load.plain, links) if load.plain else []
+
+
+def _checked_sum(nbytes: float, links: Links) -> list[Task]:
+    sent = checked_sum_bytes(nbytes, links.ranks)
+    if sums_at_once(nbytes, links.ranks):
+        return [links.all_to_all.move(sent)]
+    return [links.all_to_all.move(sent / 2)] * 2
+
+
+def lengths(load: TensorLoad, links: Links) -> list[Task]:
+    """[X(f(n-1)),]: lengths travel before wires, where they vary."""
+    sent = FRAME_BYTES * (links.ranks - 1)
+    return [links.all_to_all.move(sent)] if load.codec.varies else []
+
+
+def buffers(load: TensorLoad, workers: int, arriving: int) -> float:
+    """A wire out, so many wires that arrive, and the fp32 sum of a chunk."""
+    return ((1 + arriving) * load.cost.bits_out / 8 + 4 / workers) * load.values

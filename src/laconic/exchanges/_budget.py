@@ -1,4 +1,4 @@
-"""One exchange's error budget: shares of encodings, what they spent, and what was too much.
+"""Error budgets: shares of encodings, what they spent, what was too much, what to count on next.
 
 Budget E of a codec: the mean m of n gradients x_i may have E‖m̂ - m‖² ≤ E·‖m‖², for each parameter
 and at every step. Encoders tell what they spend: given the values, the expected squared error of
@@ -16,27 +16,28 @@ are fp64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from laconic.codecs import Codec, Place
-from laconic.exchanges._base import Call
-from laconic.exchanges._frame import Kind
-from laconic.exchanges._ledger import LEAST, MOST, Ledger, Numbers, Spending, ledger_of
-from laconic.exchanges._transport import (
+from laconic.comm._context import ExchangeContext, ExchangeMemory, Sizes
+from laconic.comm._frame import Kind
+from laconic.comm._sums import plain_mean
+from laconic.comm._transport import (
     Message,
+    all_gather,
     checked_sizes,
     no_values,
-    plain_mean,
-    share,
 )
-from laconic.exchanges._wires import Sizes
 
 LIMIT = 1.1  # of the budget, in expectation: more has broken it
 FIRST, ALONE = 0.4, 0.9  # of the budget, for first encodings: with owners' after them, and without
@@ -44,6 +45,152 @@ _HALF = 0.5
 _GRAIN = 64
 _SAFE = 2.0**-30, 2.0**60  # norms between these have lost nothing that counts in fp32
 _BACK_LEAST, _BACK_MOST = 0.125, 0.75  # of the budget, for owners
+MOST = 16.0  # n·κ above this would save little more
+LEAST = 2.0**-12  # steps 64 times as fine: six bits more per value
+_DEVIATIONS = 1.5  # of ln(n·κ), below its mean
+_FIRST_VARIANCE = 0.25  # of ln(n·κ), after one observation
+_WEIGHT = 0.25  # of the newest observation
+_SMALL = 1024  # values: fewer have a κ that varies more, and bits of few values cost little
+_FIELDS = (
+    "seen", "step", "log", "variance", "kappa",
+    "steps", "total", "largest", "fallbacks", "budget", "last",
+)  # fmt: skip
+_SEEN, _STEP, _LOG, _VARIANCE, _KAPPA = range(5)
+_STEPS, _TOTAL, _LARGEST, _FALLBACKS, _BUDGET, _LAST = range(5, 11)
+_TAKING = threading.Lock()
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spending:
+    """What one exchange found out about some parameters, an entry for each."""
+
+    budget: float
+    demand: Numbers  # n·κ as observed; NaN where nothing was lost, or not all is finite
+    kappa: Numbers
+    error: Numbers  # expected relative squared error of the mean; 0 where it is exact
+    broken: NDArray[np.bool_]  # more than the budget: the exact mean was sent
+
+
+class Ledger:
+    """A row for each parameter: n·κ lately, and the errors made so far.
+
+    With ln(n·κ) of mean μ and variance σ² over the last steps (exponentially weighted), the next
+    step counts on
+
+        n·κ = exp(μ - 1.5·σ)/(1 + 1024/d)        from 2^-12 to 16
+
+    for a parameter of d values. κ of the last step counts as evidence, that of an earlier one, or
+    one before a fallback or values that are not finite, may only make it less than 1/(1 + 1024/d).
+    Lanes of communication use it at the same time, for different parameters.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: dict[int, int] = {}
+        self._table = np.zeros((0, len(_FIELDS)))
+
+    def factors(self, parameters: Sequence[int], numels: Sequence[int], step: int) -> Numbers:
+        """n·κ to count on, for each parameter."""
+        with self._lock:
+            places = self._rows(parameters)
+            rows = self._table[places]
+        small = 1 + _SMALL / np.asarray(numels, dtype=np.float64)
+        known = np.exp(rows[:, _LOG] - _DEVIATIONS * np.sqrt(rows[:, _VARIANCE]))
+        known[rows[:, _SEEN] == 0] = 1
+        fresh = (rows[:, _SEEN] > 0) & (rows[:, _STEP] == step - 1)
+        return np.clip(np.where(fresh, known, np.minimum(known, 1)) / small, LEAST, MOST)
+
+    def record(self, parameters: Sequence[int], step: int, found: Spending) -> None:
+        """Remember an exchange."""
+        with self._lock:
+            places = self._rows(parameters)
+            rows = self._table[places]
+            _observe(rows, step, found)
+            _count(rows, found)
+            self._table[places] = rows
+
+    def latest(self, parameters: Sequence[int]) -> tuple[Numbers, Numbers]:
+        """The errors of these parameters' last means, and κ."""
+        with self._lock:
+            places = self._rows(parameters)  # makes a larger table for new ones
+            rows = self._table[places]
+        return rows[:, _LAST], rows[:, _KAPPA]
+
+    def rows(self) -> list[tuple[int, dict[str, float]]]:
+        """All that is known: parameters, and their fields by name."""
+        with self._lock:
+            items, table = sorted(self._places.items()), self._table.tolist()
+        return [(number, dict(zip(_FIELDS, table[i], strict=True))) for number, i in items]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved to resume bit for bit."""
+        with self._lock:
+            return {
+                "parameters": list(self._places),
+                "fields": list(_FIELDS),
+                "rows": torch.from_numpy(self._table.copy()),
+            }
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> Ledger:
+        """From a state_dict."""
+        made = Ledger()
+        made._places = {int(number): i for i, number in enumerate(state["parameters"])}
+        rows = state["rows"].numpy()
+        made._table = np.zeros((len(rows), len(_FIELDS)))
+        made._table[:, : rows.shape[1]] = rows  # older states have fewer fields
+        return made
+
+    def _rows(self, parameters: Sequence[int]) -> list[int]:
+        """Their places in the table, which grows."""
+        for parameter in parameters:
+            self._places.setdefault(parameter, len(self._places))
+        missing = len(self._places) - len(self._table)
+        if missing:
+            self._table = np.concatenate([self._table, np.zeros((missing, len(_FIELDS)))])
+        return [self._places[parameter] for parameter in parameters]
+
+
+def ledger_of(memory: ExchangeMemory) -> Ledger:
+    """The ledger in a memory of exchanges; made if need be."""
+    with _TAKING:
+        found = memory.kept.get(ExchangeMemory.BUDGET)
+        if isinstance(found, Mapping):  # of a state_dict
+            found = Ledger.of(found)
+        memory.kept[ExchangeMemory.BUDGET] = found = found or Ledger()
+        return found
+
+
+def _observe(rows: Numbers, step: int, found: Spending) -> None:
+    """Move mean and variance of ln(n·κ); begin anew where the last evidence is gone."""
+    seen = found.demand == found.demand
+    log = np.log(np.clip(np.where(seen, found.demand, 1), LEAST / 2, 2 * MOST))
+    fresh = seen & ((rows[:, _SEEN] == 0) | (rows[:, _STEP] != step - 1) | found.broken)
+    log = np.where(found.broken, np.minimum(log, 0), log)
+    weight = np.maximum(_WEIGHT, 1 / (rows[:, _SEEN] + 1))
+    off = log - rows[:, _LOG]
+    mean = np.where(fresh, log, rows[:, _LOG] + weight * off)
+    moved = (1 - weight) * (rows[:, _VARIANCE] + weight * off * off)
+    variance = np.where(fresh, _FIRST_VARIANCE, moved)
+    rows[:, _LOG] = np.where(seen, mean, rows[:, _LOG])
+    rows[:, _VARIANCE] = np.where(seen, variance, rows[:, _VARIANCE])
+    rows[:, _SEEN] = np.where(fresh, 1, rows[:, _SEEN] + seen)
+    rows[:, _STEP] = np.where(seen, step, rows[:, _STEP])
+    rows[:, _KAPPA] = np.where(seen, found.kappa, rows[:, _KAPPA])
+
+
+def _count(rows: Numbers, found: Spending) -> None:
+    """Statistics of errors made."""
+    told = np.isfinite(found.error)
+    error = np.where(told, found.error, 0)
+    rows[:, _STEPS] += told
+    rows[:, _TOTAL] += error
+    rows[:, _LARGEST] = np.maximum(rows[:, _LARGEST], error)
+    rows[:, _LAST] = found.error
+    rows[:, _FALLBACKS] += found.broken
+    rows[:, _BUDGET] = found.budget
 
 
 @dataclass(frozen=True)
@@ -92,55 +239,55 @@ class Account:
     def __init__(
         self,
         codec: Codec,
-        call: Call,
+        context: ExchangeContext,
         places: Sequence[Sequence[Place]],
         counts: Sequence[int],
         first: float,
         own_exact: bool,
     ) -> None:
         assert codec.budget is not None
-        self.call, self.budget, self.first = call, codec.budget, first
+        self.context, self.budget, self.first = context, codec.budget, first
         self._own_exact = own_exact
-        self.parts = _Parts.of(places, counts, call.tensor)
-        self._ledger: Ledger = ledger_of(call.memory)
+        self.parts = _Parts.of(places, counts, context.tensor)
+        self._ledger: Ledger = ledger_of(context.memory)
         parameters, numels = self.parts.parameters, self.parts.numels
-        self._factors = self._ledger.factors(parameters, numels, call.step)
+        self._factors = self._ledger.factors(parameters, numels, context.step)
         self._promised = codec.variance_bound(1) is not None  # not under a ceiling of bits
         self.broken = np.zeros(len(parameters), dtype=bool)
 
     @staticmethod
     def of(
         codec: Codec,
-        call: Call,
+        context: ExchangeContext,
         places: Sequence[Sequence[Place]],
         counts: Sequence[int],
         first: float,
         own_exact: bool = True,
     ) -> Account | None:
         """None for codecs without a budget, or that cannot tell what they spend; and if alone."""
-        if codec.budget is None or not codec.knows_error or call.size == 1:
+        if codec.budget is None or not codec.knows_error or context.size == 1:
             return None
-        return Account(codec, call, places, counts, first, own_exact)
+        return Account(codec, context, places, counts, first, own_exact)
 
     def shares(self, chunk: int) -> list[float]:
         """Of the budget, for a rank's encoding of a chunk."""
         return [self.first * float(self._factors[row]) for row in self.parts.rows[chunk]]
 
-    def with_room(self, rest: Sequence[Tensor], chunks: Sequence[int]) -> list[Tensor]:
+    def with_room(self, uncompressed: Sequence[Tensor], chunks: Sequence[int]) -> list[Tensor]:
         """Plain values of each message, with room behind them for a number of each segment."""
         sizes = [
             part.numel() + len(self.parts.rows[chunk])
-            for part, chunk in zip(rest, chunks, strict=True)
+            for part, chunk in zip(uncompressed, chunks, strict=True)
         ]
-        device = rest[0].device
-        after = list(self.call.scratch.take("plain and spent", sum(sizes), device).split(sizes))
-        for part, target in zip(rest, after, strict=True):
+        device = uncompressed[0].device
+        after = list(self.context.scratch.take("plain and spent", sum(sizes), device).split(sizes))
+        for part, target in zip(uncompressed, after, strict=True):
             target[: part.numel()].copy_(part)
         return after
 
     def room(self, name: str, chunk: int, device: torch.device) -> Tensor:
         """A number of each segment of a chunk, in fp64."""
-        return self.call.scratch.take(name, len(self.parts.rows[chunk]), device, torch.float64)
+        return self.context.scratch.take(name, len(self.parts.rows[chunk]), device, torch.float64)
 
     def squares(self, chunk: int, x: Tensor) -> Tensor:
         """‖x‖² of each segment, in fp64."""
@@ -182,7 +329,7 @@ class Account:
         demand = np.where(told & (first > 0), demand, np.nan)
         self._ledger.record(
             self.parts.parameters,
-            self.call.step,
+            self.context.step,
             Spending(
                 budget=self.budget,
                 demand=demand,
@@ -194,7 +341,7 @@ class Account:
 
     def _worth(self) -> float:
         """κ of n·κ = 1 as observed; an owner's own values may lose nothing."""
-        n = self.call.size
+        n = self.context.size
         return (n - self._own_exact) / n**2
 
     @contextmanager
@@ -209,12 +356,14 @@ class Account:
             return
         sources = self._views(chunks)
         sizes = [view.numel() for view in sources]
-        kept = self.call.scratch.take("exact", sum(sizes), sources[0].device)
+        kept = self.context.scratch.take("exact", sum(sizes), sources[0].device)
         copies = kept.split(sizes)
         for copy, view in zip(copies, sources, strict=True):
             copy.copy_(view)
         yield
-        plain_mean(kept, self.call)  # not before: messages that arrived lie in transport's buffers
+        plain_mean(
+            kept, self.context
+        )  # not before: messages that arrived lie in transport's buffers
         for copy, view in zip(copies, self._views(targets), strict=True):
             if view.numel():
                 view.copy_(copy)
@@ -230,23 +379,25 @@ class Account:
                     found.append(chunk[start:end])
         return found
 
-    def share(
+    def all_gather(
         self,
         message: Message,
         sizes: Sizes,
-        rest: Sequence[int],
+        uncompressed: Sequence[int],
         numbers: Sequence[Tensor],
     ) -> list[Message]:
         """`share`, and settle: owners' E1, E2 and M of their chunks travel with the lengths."""
-        call = self.call
+        context = self.context
         every, found = self._every(message.wire, message.length, numbers, 3)
-        lengths = checked_sizes(every, sizes, call)
+        lengths = checked_sizes(every, sizes, context)
         self.settle(*found)
-        return share(message.cut(lengths[call.rank]), call, Sizes(lengths, known=True), rest)
+        return all_gather(
+            message.cut(lengths[context.rank]), context, Sizes(lengths, known=True), uncompressed
+        )
 
     def settle_among(self, first: Tensor, mine: Tensor) -> None:
         """Settle, where owners encode no mean: E1 and M of their chunks in a message of its own."""
-        numbers = [first, self.squares(self.call.rank, mine)] if mine.numel() else []
+        numbers = [first, self.squares(self.context.rank, mine)] if mine.numel() else []
         spent, squares = self._every(mine[:0], None, numbers, 2)[1]
         self.settle(spent, np.zeros_like(spent), squares)
 
@@ -254,7 +405,7 @@ class Account:
         self, wire: Tensor, length: Tensor | None, numbers: Sequence[Tensor], kinds: int
     ) -> tuple[list[int], list[Numbers]]:
         """Lengths of all ranks' wires, and sums over owners of their segments' numbers."""
-        call, n, width = self.call, self.call.size, max(map(len, self.parts.rows))
+        context, n, width = self.context, self.context.size, max(map(len, self.parts.rows))
         sent = torch.zeros(1 + kinds * width, dtype=torch.int64, device=wire.device)
         sent[:1].copy_(length) if length is not None else sent[:1].fill_(wire.numel())
         values = sent[1:].view(torch.float64).view(kinds, width)
@@ -262,7 +413,7 @@ class Account:
             row[: found.numel()].copy_(found)
         message = Message(sent.view(torch.uint8), no_values(wire))
         sizes = Sizes((8 * sent.numel(),) * n, known=True)
-        arrived = share(message, call, sizes, [0] * n, Kind.NUMBERS)
+        arrived = all_gather(message, context, sizes, [0] * n, Kind.NUMBERS)
         every = torch.stack([one.wire for one in arrived]).cpu().view(torch.int64)  # a wait
         found = every[:, 1:].contiguous().view(torch.float64).view(n, kinds, width)
         return every[:, 0].tolist(), [self._of_all(found[:, i].numpy()) for i in range(kinds)]

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from laconic._cost import Cluster, EncodingError, Task, TensorLoad
 from laconic._key import Key
+from laconic._settings import between, check_settings, described, one_of, refused
 from laconic._wire import Wire
 from laconic.codecs import NDQSG, Codec
+from laconic.comm._context import ExchangeContext, ExchangeMemory, Sizes, chunks_of, encode
+from laconic.comm._transport import Message, all_to_all, no_values
 from laconic.errors import ConfigError, WireError
-from laconic.exchanges._base import Call, Exchange
-from laconic.exchanges._nesting import (
+from laconic.exchanges._base import Exchange
+from laconic.exchanges._scatter_reduce import REST_GRAIN, ScatterReduce, gather
+from laconic.exchanges._side_information import (
     TOLERANCE,
-    Control,
-    Nest,
+    RatioController,
+    SideInformation,
     at_ratio,
     check_nesting,
     in_first_group,
-    ladder,
     plain_codec,
+    ratios_of,
 )
-from laconic.exchanges._scatter_reduce import REST_GRAIN, gather
-from laconic.exchanges._transport import Message, no_values, swap
-from laconic.exchanges._wires import Sizes, chunks_of, encode
-
-_SIDES = ("group", "own", "previous")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Nested(Exchange):
        far, so the plain ones come first, and each later one refines it.
     3. It encodes the mean over n, in fp32, as dqsg, and sends it to all; all decode that.
     4. With it travels, as one plain fp32 value, the ratio for the next step, which the owner's
-       `Control` chooses from the failures it has seen: all ranks hold all ratios, without a
+       `RatioController` chooses from the failures it has seen: all ranks hold all ratios, without a
        collective of their own. At every `every`-th step all send plainly, so that owners see what
        each ratio would have done.
 
@@ -54,9 +54,9 @@ class Nested(Exchange):
 
         out: ((h-1)·b + (n-h)·log2 ρ)/n        back: (n-1)/n·b        bits
 
-    between looks (codes of fixed width round b and log2 ρ up). The other form without a server,
-    adding up P1, freezing y and gathering P2, spreads y to all ranks and sends each wire of P2
-    whole to n - 1 ranks: 2·(n-1)/n·b + (n-1)/2·log2 ρ on average.
+    between calibrations (codes of fixed width round b and log2 ρ up). The other form without a
+    server, adding up P1, freezing y and gathering P2, spreads y to all ranks and sends each wire of
+    P2 whole to n - 1 ranks: 2·(n-1)/n·b + (n-1)/2·log2 ρ on average.
 
     `side` is where y comes from: "group" (above); "own", P1 being the owner alone, so that all
     messages are short; "previous", the mean of the step before, of which the owner keeps its chunk
@@ -64,9 +64,10 @@ class Nested(Exchange):
     `tolerance` is the variance that failures may add, relative to the quantizer's. The codec's
     `ratio` is the narrowest ever taken; where nothing is safe all is dqsg, and so is a first step.
 
-    A ratio narrows after four looks. On the CPU failures are seen, and ratios read, at every step;
-    on CUDA at looks only (two waits for the device): until then ratios stay as they are.
-    `Call.memory` keeps ratios and side information from step to step; without it all is dqsg.
+    A ratio narrows after four calibrations. On the CPU failures are seen, and ratios read, at every
+    step; on CUDA at calibrations only (two waits for the device): until then ratios stay the same.
+    The context's `memory` keeps ratios and side information from step to step; without it all is
+    dqsg.
 
     Abdi and Fekri, 2019, arXiv 1904.01197, section IV. Differs from the paper: no server, groups by
     owner, the owner's own gradient, the ratio.
@@ -74,18 +75,15 @@ class Nested(Exchange):
 
     name: ClassVar[str] = "nested"
 
-    side: str = "group"
-    tolerance: float = TOLERANCE
-    every: int = 16
+    side: str = field(default="group", metadata=one_of("group", "own", "previous"))
+    tolerance: float = field(default=TOLERANCE, metadata=described("a positive number"))
+    every: int = field(default=16, metadata=between(2))
 
     def __post_init__(self) -> None:
-        if self.side not in _SIDES:
-            raise ConfigError(f"nested: side is one of {', '.join(_SIDES)}, not {self.side!r}")
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 2:
-            raise ConfigError(f"nested: every must be an integer from 2, not {self.every!r}")
+        check_settings(self)
         tolerance = self.tolerance
         if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or tolerance <= 0:
-            raise ConfigError(f"nested: tolerance must be a positive number, not {tolerance!r}")
+            raise refused(self, "tolerance")
 
     def check(self, codec: Codec) -> None:
         check_nesting(_ndqsg(codec))
@@ -97,19 +95,21 @@ class Nested(Exchange):
                 "units change between steps: leave optimizer= out, or use side=group"
             )
 
-    def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
-        own, n, rank = _ndqsg(codec), call.size, call.rank
+    def mean(
+        self, x: Tensor, codec: Codec, context: ExchangeContext, uncompressed: Tensor | None = None
+    ) -> None:
+        own, n, rank = _ndqsg(codec), context.size, context.rank
         chunks = chunks_of(x, n)
-        plain = chunks_of(no_values(x) if rest is None else rest, n, REST_GRAIN)
-        kept, look = self._kept(own, call, x.numel()), call.step % self.every == 0
-        total = call.scratch.take("sum", chunks[rank].numel(), x.device, torch.float32)
+        plain = chunks_of(no_values(x) if uncompressed is None else uncompressed, n, REST_GRAIN)
+        kept, calibrates = self._kept(own, context, x.numel()), context.step % self.every == 0
+        total = context.scratch.take("sum", chunks[rank].numel(), x.device, torch.float32)
         # behind an owner's plain values goes its ratio
         sizes = [part.numel() + 1 for part in plain]
-        after = call.scratch.take("plain and ratio", sum(sizes), x.device).split(sizes)
-        self._scatter(chunks, own, call, kept, total, plain, after[rank][:-1], look)
-        reading = look or not x.is_cuda
+        after = context.scratch.take("plain and ratio", sum(sizes), x.device).split(sizes)
+        self._scatter(chunks, own, context, kept, total, plain, after[rank][:-1], calibrates)
+        reading = calibrates or not x.is_cuda
         after[rank][-1] = kept.control.decide() if reading else kept.control.ratio
-        gather(total, plain_codec(own), call, chunks, places=[()] * n, rest=after)
+        gather(total, plain_codec(own), context, chunks, places=[()] * n, uncompressed=after)
         for part, found in zip(plain, after, strict=True):
             part.copy_(found[:-1])
         if reading:
@@ -117,10 +117,16 @@ class Nested(Exchange):
         if self.side == "previous":
             kept.remember(chunks[rank])
 
-    def __str__(self) -> str:
-        own = {"side": self.side, "tolerance": self.tolerance, "every": self.every}
-        said = [f"{key}={value}" for key, value in own.items() if value != getattr(Nested, key)]
-        return f"{self.name}({','.join(said)})" if said else self.name
+    def cost(self, load: TensorLoad, cluster: Cluster) -> list[Task]:
+        """Tasks of a bucket, as scatter-reduce's; b is the mean over plain and nested wires."""
+        return ScatterReduce().cost(load, cluster)
+
+    def mean_error(self, one: EncodingError, codec: Codec | None = None) -> float:
+        """NMSE of the mean, as scatter-reduce's."""
+        return ScatterReduce().mean_error(one)
+
+    def encodes_mean(self, codec: Codec) -> bool:
+        return True
 
     def _first(self, rank: int, owner: int, n: int) -> bool:
         """Whether a rank sends plainly to an owner, whatever the ratio is."""
@@ -131,25 +137,25 @@ class Nested(Exchange):
         self,
         chunks: Sequence[Tensor],
         codec: NDQSG,
-        call: Call,
+        context: ExchangeContext,
         kept: Kept,
         out: Tensor,
-        rest: Sequence[Tensor],
+        uncompressed: Sequence[Tensor],
         rest_out: Tensor,
-        look: bool,
+        calibrates: bool,
     ) -> None:
         """out = the mean over ranks of chunk `rank`, in fp32; rest_out likewise of plain values."""
-        n, rank, dtype = call.size, call.rank, chunks[0].dtype
+        n, rank, dtype = context.size, context.rank, chunks[0].dtype
         plain = plain_codec(codec)
         messages = []
         for j, chunk in enumerate(chunks):
             wire = None
             if j != rank and chunk.numel():
-                first = look or self._first(rank, j, n)
+                first = calibrates or self._first(rank, j, n)
                 sent = plain if first else at_ratio(codec, kept.ratios[j])
-                wire = encode(sent, chunk, call.key(rank, j), (), call)
-            messages.append(Message.of(wire, rest[j] if j != rank else rest[j][:0]))
-        nested = plain if look else at_ratio(codec, kept.ratios[rank])
+                wire = encode(sent, chunk, context.key(rank, j), (), context)
+            messages.append(Message.of(wire, uncompressed[j] if j != rank else uncompressed[j][:0]))
+        nested = plain if calibrates else at_ratio(codec, kept.ratios[rank])
         expected = [plain if self._first(i, rank, n) else nested for i in range(n)]
         here = [int(i != rank) for i in range(n)]
         room = [
@@ -157,42 +163,46 @@ class Nested(Exchange):
             for i in range(n)
         ]
         sizes = Sizes(tuple(room), known=not codec.varies)
-        arriving = swap(messages, call, sizes, [rest_out.numel() * other for other in here])
-        torch.mul(rest[rank], 1 / n, out=rest_out)
+        arriving = all_to_all(
+            messages, context, sizes, [rest_out.numel() * other for other in here]
+        )
+        torch.mul(uncompressed[rank], 1 / n, out=rest_out)
         side = kept.side(out.device)
-        nest = Nest(
+        side_information = SideInformation(
             codec,
             out,
             workers=n,
             control=kept.control,
             side=side,
-            look=look and (side is not None or self.side != "previous"),
-            scratch=call.scratch,
+            calibrates=calibrates and (side is not None or self.side != "previous"),
+            scratch=context.scratch,
         )
-        nest.start(chunks[rank])
+        side_information.start(chunks[rank])
         for i in (*range(rank + 1, n), *range(rank)):  # P1 first
             if out.numel():
-                wire = _arrived(expected[i], arriving[i].wire, out, call.key(i, rank), dtype, call)
-                nest.add(wire, first=self._first(i, rank, n))
-            rest_out.add_(arriving[i].rest, alpha=1 / n)
-        nest.finish()
+                wire = _arrived(
+                    expected[i], arriving[i].wire, out, context.key(i, rank), dtype, context
+                )
+                side_information.add(wire, first=self._first(i, rank, n))
+            rest_out.add_(arriving[i].uncompressed, alpha=1 / n)
+        side_information.finish()
 
-    def _kept(self, codec: NDQSG, call: Call, numel: int) -> Kept:
+    def _kept(self, codec: NDQSG, context: ExchangeContext, numel: int) -> Kept:
         """What is remembered of this tensor, cut like this.
 
         DDP rebuilds its buckets after the first step of a run, a resumed one, too: what was known
         of others then waits until they come back.
         """
-        places = tuple((p.parameter, p.start, p.numel) for p in call.places)
-        key = (self.name, call.tensor, call.first_chunk, call.size, numel, places)
-        found = call.memory.get(key)
+        places = tuple((p.parameter, p.start, p.numel) for p in context.places)
+        key = (self.name, context.tensor, context.first_chunk, context.size, numel, places)
+        found = context.memory.kept.get(key)
         if found is None:
-            control = Control(codec, self.tolerance)
-            found = Kept(control, [control.ratio] * call.size)
+            control = RatioController(codec, self.tolerance)
+            found = Kept(control, [control.ratio] * context.size)
         elif isinstance(found, Mapping):  # of a state_dict
             found = Kept.of(codec, self.tolerance, found)
-        found.step = call.step
-        call.memory[key] = found
+        found.step = context.step
+        context.memory.kept[key] = found
         return found
 
 
@@ -200,7 +210,7 @@ class Nested(Exchange):
 class Kept:
     """What one rank remembers of one tensor from step to step."""
 
-    control: Control  # of the own chunk
+    control: RatioController  # of the own chunk
     ratios: list[int]  # of all owners, the same on all ranks
     previous: Tensor | None = None  # the mean of the own chunk, where it is side information
     step: int = 0  # when it was last used
@@ -229,7 +239,7 @@ class Kept:
     @staticmethod
     def of(codec: NDQSG, tolerance: float, state: Mapping[str, Any]) -> Kept:
         """From a state_dict."""
-        control = Control(codec, tolerance)
+        control = RatioController(codec, tolerance)
         control.load_state_dict(state["control"])
         previous = state["previous"]
         return Kept(
@@ -249,9 +259,9 @@ class Nesting:
     correlation: float | None
 
 
-def nesting(memory: Mapping[Hashable, Any]) -> Nesting | None:
+def nesting(memory: ExchangeMemory) -> Nesting | None:
     """Of all tensors that a memory is of; None if none was exchanged nested."""
-    found = [one for one in list(memory.values()) if isinstance(one, Kept)]
+    found = [one for one in list(memory.kept.values()) if isinstance(one, Kept)]
     if not found:
         return None
     # buckets that DDP has rebuilt are used no more
@@ -268,8 +278,8 @@ def nesting(memory: Mapping[Hashable, Any]) -> Nesting | None:
 
 
 def _ndqsg(codec: Codec) -> NDQSG:
-    if isinstance(codec, NDQSG):
-        return codec
+    if codec.nested is not None:
+        return codec.nested
     raise ConfigError(
         f"nested carries ndqsg alone, which decodes with what an owner knows, not {codec.name}; "
         f"use ndqsg, or {codec.name} on another exchange, such as scatter-reduce"
@@ -277,7 +287,12 @@ def _ndqsg(codec: Codec) -> NDQSG:
 
 
 def _arrived(
-    codec: Codec, message: Tensor, out: Tensor, key: Key, dtype: torch.dtype, call: Call
+    codec: Codec,
+    message: Tensor,
+    out: Tensor,
+    key: Key,
+    dtype: torch.dtype,
+    context: ExchangeContext,
 ) -> Wire:
     """A wire of the codec that was agreed upon; decoding raises WireError if it is another's.
 
@@ -285,18 +300,18 @@ def _arrived(
     """
     same = (codec, key.tensor, key.rank, key.phase, out.numel(), dtype)
     what: dict[str, Any] = {"key": key, "shape": out.shape, "dtype": dtype}
-    if same in call.known:
+    if same in context.trusted_headers:
         return codec.trust(message, **what)
     wire = Wire.parse(message, **what)
     if message.is_cuda:
-        call.known.add(same)
+        context.trusted_headers.add(same)
     return wire
 
 
 def _ratios(after: Sequence[Tensor], codec: NDQSG) -> list[int]:
     """The ratios that owners have announced, checked."""
-    rungs, found = ladder(codec), torch.stack([part[-1] for part in after]).tolist()
+    ratios, found = ratios_of(codec), torch.stack([part[-1] for part in after]).tolist()
     for owner, ratio in enumerate(found):
-        if ratio not in rungs:
-            raise WireError(f"rank {owner} announced the ratio {ratio}, which is none of {rungs}")
+        if ratio not in ratios:
+            raise WireError(f"rank {owner} announced the ratio {ratio}, which is none of {ratios}")
     return [int(ratio) for ratio in found]

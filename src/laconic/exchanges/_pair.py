@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
+from typing import TypeVar
 
+from laconic._spec import check_kind, from_spec
 from laconic.codecs import Codec, codec
 from laconic.errors import ConfigError
 from laconic.exchanges._allgather import AllGather
@@ -16,27 +17,34 @@ from laconic.exchanges._scatter_reduce import ScatterReduce
 from laconic.exchanges._sparse import Sparse
 from laconic.exchanges._tree import Tree
 
+_Kind = TypeVar("_Kind", bound=type[Exchange])
+
 _BY_NAME: dict[str, type[Exchange]] = {
     kind.name: kind
     for kind in (AllReduce, ScatterReduce, AllGather, Tree, Ring, Sparse, Hierarchical, Nested)
 }
 
 
-def exchange(name: str | Exchange) -> Exchange:
-    """The exchange of that name; an exchange is returned as is."""
-    if isinstance(name, Exchange):
-        return name
-    kind = _BY_NAME.get(name.strip())
-    if kind is None:
-        close = get_close_matches(name, _BY_NAME, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(f"no exchange is called {name!r}; {hint}there are {', '.join(_BY_NAME)}")
-    return kind()
+def exchange(spec: str | Exchange) -> Exchange:
+    """The exchange that a spec such as "ring:pieces=8" names; an exchange is returned as is."""
+    return spec if isinstance(spec, Exchange) else from_spec("exchange", spec, _BY_NAME)
 
 
 def exchanges() -> list[str]:
     """The names that `exchange` accepts."""
     return list(_BY_NAME)
+
+
+def register_exchange(kind: _Kind) -> _Kind:
+    """Let `exchange`, and so `lc.compress`, know an exchange of your own by its name; a decorator.
+
+    `kind` is a frozen dataclass and a subclass of `Exchange`. Register it on every rank, where the
+    module that holds it is imported. `laconic.testing.check_exchange` says whether it keeps what
+    users rely on.
+    """
+    check_kind(kind, Exchange, "register_exchange", _BY_NAME.values())
+    _BY_NAME[kind.name] = kind
+    return kind
 
 
 def default_exchange(own: Codec) -> Exchange:
@@ -46,9 +54,9 @@ def default_exchange(own: Codec) -> Exchange:
     """
     if own.summable:
         return AllReduce()
-    if own.name == "ndqsg":
+    if own.nested is not None:
         return Nested()
-    return Tree() if hasattr(own, "reduce") else ScatterReduce()
+    return Tree() if own.pairwise else ScatterReduce()
 
 
 def pair(spec: str | Codec, name: str | Exchange | None = None) -> tuple[Codec, Exchange]:

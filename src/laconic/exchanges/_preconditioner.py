@@ -46,8 +46,8 @@ from torch import Tensor
 
 from laconic._wire import DTYPES
 from laconic.codecs import Codec
+from laconic.comm._agreement import digest
 from laconic.errors import ConfigError
-from laconic.exchanges._replicas import digest
 from laconic.kernels import backend
 from laconic.kernels._layout import MOST_EXPONENT
 

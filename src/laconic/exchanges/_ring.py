@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic._cost import Cluster, Task, TensorLoad, Work
+from laconic._settings import between, check_settings
 from laconic.codecs import Codec
+from laconic.comm._context import ExchangeContext, chunks_of
+from laconic.comm._frame import FRAME_BYTES
+from laconic.comm._point_to_point import SendRecvWork, sendrecv
+from laconic.comm._sums import gather_numbers
 from laconic.errors import ConfigError
-from laconic.exchanges._base import Call, Exchange
-from laconic.exchanges._frame import FRAME_BYTES
-from laconic.exchanges._point_to_point import Flight, fly
-from laconic.exchanges._transport import gather_numbers
-from laconic.exchanges._wires import chunks_of
-from laconic.kernels import backend
+from laconic.exchanges._base import Exchange, norm_and_plain
+from laconic.kernels import Lattice, Output, backend
 from laconic.kernels._layout import packed_bytes
 
 PIECE_VALUES = 1 << 14  # values: messages of shorter pieces would cost more than they hide
@@ -49,17 +52,13 @@ class Ring(Exchange):
 
     name: ClassVar[str] = "ring"
 
-    pieces: int = 4
+    pieces: int = field(default=4, metadata=between(1, _MOST_PIECES))
 
     def __post_init__(self) -> None:
-        if type(self.pieces) is not int or not 1 <= self.pieces <= _MOST_PIECES:
-            raise ConfigError(
-                f"ring: pieces must be an integer from 1 to {_MOST_PIECES}, not {self.pieces!r}"
-            )
+        check_settings(self)
 
     def check(self, codec: Codec) -> None:
-        plain = codec.name == "global" and codec.summable
-        if not plain or getattr(codec, "subtract", False):
+        if not codec.integer_sum:
             raise ConfigError(
                 f"a ring adds plain integers under one scale, which {codec} does not make; use "
                 f"'{codec}@{'allreduce' if codec.summable else 'scatter-reduce'}', or "
@@ -67,17 +66,39 @@ class Ring(Exchange):
             )
 
     def check_group(self, codec: Codec, group: dist.ProcessGroup) -> None:
-        own: Any = codec
-        _check_sum(own.levels_for(1), group.size())
+        _check_sum(codec.levels_for(1), group.size())
 
-    def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
-        own: Any = codec  # with local_norm, global_norm and levels_for
-        norm = own.global_norm(gather_numbers(own.local_norm(x), call, rest))
-        _Round(x, own, norm, call, self.pieces).run()
+    def mean(
+        self, x: Tensor, codec: Codec, context: ExchangeContext, uncompressed: Tensor | None = None
+    ) -> None:
+        norm = codec.global_norm(gather_numbers(codec.local_norm(x), context, uncompressed))
+        _Round(x, codec, norm, context, self.pieces).run()
 
-    def __str__(self) -> str:
-        """With its pieces: ranks that compare texts must agree on them."""
-        return self.name if self == Ring() else f"{self.name}:pieces={self.pieces}"
+    def cost(self, load: TensorLoad, cluster: Cluster) -> list[Task]:
+        """Tasks of a bucket: norm(d), S, E(c, m), hops; m is `pieces`.
+
+        A hop k = 1 .. 2(n-1) of up to m pieces is H(w_k·c/8 + f each), then E(c, m) + reduce(c, m)
+        while k < n, D(c, m) later. Pieces overlap with each other in truth; here a hop is its wire,
+        then its work.
+        """
+        links, cost, pieces = cluster.flat, load.cost, self.pieces
+        n = links.ranks
+        c, levels = load.encoded / n, load.codec.levels_for(1)
+        adding = cost.encode.seconds(c, pieces) + cost.reduce.seconds(c, pieces)
+        found = [*norm_and_plain(load, links), Work(cost.encode.seconds(c, pieces))]
+        frames = FRAME_BYTES * min(pieces, math.ceil(c / PIECE_VALUES))
+        for hop in range(1, 2 * n - 1):
+            work = adding if hop < n else cost.decode.seconds(c, pieces)
+            sent = sum_bits(levels, min(hop, n)) / 8 * c + frames
+            found += [links.sendrecv.move(sent), Work(work)]
+        return found
+
+    def planned(self, codec: Codec, cluster: Cluster) -> bool:
+        """With more ranks, sums that widen are wider than what they save."""
+        return cluster.workers <= 16 and codec.integer_sum
+
+    def workers_added(self, codec: Codec, cluster: Cluster) -> int:
+        return 1  # sums widen instead
 
 
 def sum_bits(levels: int, workers: int) -> int:
@@ -97,19 +118,23 @@ def _check_sum(levels: int, workers: int) -> None:
 class _Round:
     """One exchange. In hop h = 0 .. 2n-3 this rank sends chunk rank-1-h and receives rank-2-h."""
 
-    def __init__(self, x: Tensor, codec: Any, norm: Tensor, call: Call, pieces: int) -> None:
-        self.codec, self.norm, self.call, self.pieces = codec, norm, call, pieces
+    def __init__(
+        self, x: Tensor, codec: Codec, norm: Tensor, context: ExchangeContext, pieces: int
+    ) -> None:
+        self.codec, self.norm, self.context, self.pieces = codec, norm, context, pieces
         self.levels = codec.levels_for(1)
-        self.widths = [sum_bits(self.levels, k) for k in range(call.size + 1)]
-        _check_sum(self.levels, call.size)
-        self.parts = [chunks_of(chunk, pieces, PIECE_VALUES) for chunk in chunks_of(x, call.size)]
+        self.widths = [sum_bits(self.levels, k) for k in range(context.size + 1)]
+        _check_sum(self.levels, context.size)
+        self.parts = [
+            chunks_of(chunk, pieces, PIECE_VALUES) for chunk in chunks_of(x, context.size)
+        ]
         self.longest = max(part.numel() for part in self.parts[0])  # no chunk exceeds the first
         self.device = x.device
         self.kernels = backend(x.device)
 
     def run(self) -> None:
         """Work on piece p of a hop while the pieces behind it travel."""
-        n, rank, pieces = self.call.size, self.call.rank, range(self.pieces)
+        n, rank, pieces = self.context.size, self.context.rank, range(self.pieces)
         first = (self._added((rank - 1) % n, p, None, 1) for p in pieces)
         if n == 1:
             for p, sums in enumerate(first):
@@ -120,7 +145,7 @@ class _Round:
         for hop in range(last + 1):
             chunk, workers = (rank - 2 - hop) % n, hop + 2
             for p in pieces:
-                came, sums = flying[p].wait(self.call), flying[p].arriving
+                came, sums = flying[p].wait(self.context), flying[p].arriving
                 if workers <= n:
                     sums = self._added(chunk, p, came, workers)
                 if hop < last:
@@ -137,16 +162,15 @@ class _Round:
         out = self._buffer(f"sum {p}", part.numel(), workers)
         if part.numel():
             size = self.codec.nbytes(self.longest, part.dtype)
-            room = self.call.scratch.take("ring codes", size, self.device, torch.uint8)
-            key = self.call.key(self.call.rank, chunk * self.pieces + p)
+            room = self.context.scratch.take("ring codes", size, self.device, torch.uint8)
+            key = self.context.key(self.context.rank, chunk * self.pieces + p)
             own = self.codec.encode(part, key, norm=self.norm, workers=1, out=room)
             self.kernels.add_codes(
                 own.payload,
                 sums,
                 out[FRAME_BYTES:],
+                Lattice(0, self.levels, own.header.bits),
                 numel=part.numel(),
-                levels=self.levels,
-                bits=self.codec.bits,
                 width=self.widths[workers - 1],
                 wider=self.widths[workers],
             )
@@ -154,33 +178,25 @@ class _Round:
 
     def _decode(self, chunk: int, p: int, sums: Tensor) -> None:
         """x = Δ·Σq/n."""
-        part, n = self.parts[chunk][p], self.call.size
+        part, n = self.parts[chunk][p], self.context.size
         if not part.numel():
             return
-        q = self.call.scratch.take("ring integers", self.longest, self.device, torch.int32)
+        q = self.context.scratch.take("ring integers", self.longest, self.device, torch.int32)
         q = q[: part.numel()]
         self.kernels.read_sums(sums, q, width=self.widths[n], offset=n * self.levels)
-        self.kernels.dequantize(
-            q,
-            self.norm,
-            part,
-            stream=None,
-            block=0,
-            levels=self.levels,
-            bits=32,
-            offset=0,
-            weight=1 / n,
-            add=False,
-        )
+        lattice = Lattice(0, self.levels, 32)
+        self.kernels.dequantize(q, self.norm, Output(part, 1 / n), lattice, dither=None, offset=0)
 
-    def _start(self, hop: int, p: int, sums: Tensor) -> Flight:
+    def _start(self, hop: int, p: int, sums: Tensor) -> SendRecvWork:
         """Send a piece on, and wait for nothing."""
-        n, rank = self.call.size, self.call.rank
+        n, rank = self.context.size, self.context.rank
         coming = self.parts[(rank - 2 - hop) % n][p].numel()
         # what arrived in the hop before may still be on its way from the other buffer
         room = self._buffer(f"arriving {hop % 2} {p}", coming, min(hop + 1, n))
         name, number = f"ring {hop % 2} {p}", hop * self.pieces + p
-        return fly(sums, (rank + 1) % n, room, (rank - 1) % n, name, self.call, number=number)
+        return sendrecv(
+            sums, (rank + 1) % n, room, (rank - 1) % n, name, self.context, number=number
+        )
 
     def _buffer(self, name: str, numel: int, workers: int) -> Tensor:
         """Room for a frame and a sum of so many workers, none for no values.
@@ -188,5 +204,5 @@ class _Round:
         Taken at its largest, so that it is made once.
         """
         most = FRAME_BYTES + packed_bytes(self.longest, self.widths[-1])
-        room = self.call.scratch.take(f"ring {name}", most, self.device, torch.uint8)
+        room = self.context.scratch.take(f"ring {name}", most, self.device, torch.uint8)
         return room[: FRAME_BYTES + packed_bytes(numel, self.widths[workers]) if numel else 0]

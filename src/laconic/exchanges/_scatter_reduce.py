@@ -9,13 +9,26 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from laconic._cost import Cluster, EncodingError, Task, TensorLoad, Work
 from laconic._wire import Wire
 from laconic.codecs import Codec, Place
+from laconic.comm._context import (
+    ExchangeContext,
+    Sizes,
+    chunk_edges,
+    chunks_of,
+    decode,
+    encode,
+)
+from laconic.comm._transport import (
+    Message,
+    all_gather,
+    all_to_all,
+    no_values,
+)
 from laconic.errors import ConfigError
-from laconic.exchanges._base import Call, Exchange
+from laconic.exchanges._base import MESSAGE_BYTES, Exchange, lengths
 from laconic.exchanges._budget import ALONE, FIRST, Account
-from laconic.exchanges._transport import Message, no_values, share, swap
-from laconic.exchanges._wires import Sizes, chunk_edges, chunks_of, decode, encode
 
 REST_GRAIN = 4  # plain values: chunks start on 16-byte boundaries
 
@@ -54,38 +67,53 @@ class ScatterReduce(Exchange):
     name: ClassVar[str] = "scatter-reduce"
 
     def check(self, codec: Codec) -> None:
-        if codec.needs_side:
+        if codec.side_information:
             raise ConfigError(
                 "ndqsg decodes with side information, which scatter-reduce (FSDP's, too) does not "
                 "have: ndqsg@nested has it, under DDP; or use dqsg"
             )
 
-    def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
-        n, rank = call.size, call.rank
+    def mean(
+        self, x: Tensor, codec: Codec, context: ExchangeContext, uncompressed: Tensor | None = None
+    ) -> None:
+        n, rank = context.size, context.rank
         edges = chunk_edges(x.numel(), n)
         chunks = [x[edges[j] : edges[j + 1]] for j in range(n)]
-        places = [call.inside(edges[j], edges[j + 1]) for j in range(n)]
-        plain = chunks_of(no_values(x) if rest is None else rest, n, REST_GRAIN)
-        total = call.scratch.take("sum", chunks[rank].numel(), x.device, torch.float32)
-        account = Account.of(codec, call, places, list(map(len, chunks)), FIRST)
-        sent = {"places": places, "rest": plain}
+        places = [context.inside(edges[j], edges[j + 1]) for j in range(n)]
+        plain = chunks_of(no_values(x) if uncompressed is None else uncompressed, n, REST_GRAIN)
+        total = context.scratch.take("sum", chunks[rank].numel(), x.device, torch.float32)
+        account = Account.of(codec, context, places, list(map(len, chunks)), FIRST)
+        sent = {"places": places, "uncompressed": plain}
         if account is None:
             half = codec.at_share(0.5)
-            scatter(chunks, half, call, total, rest_out=plain[rank], **sent)
-            gather(total, half, call, chunks, **sent)
+            scatter(chunks, half, context, total, rest_out=plain[rank], **sent)
+            gather(total, half, context, chunks, **sent)
             return
-        first = scatter(chunks, codec, call, total, rest_out=plain[rank], account=account, **sent)
-        _gather_in_budget(total, codec, call, chunks, account=account, first=first, **sent)
+        first = scatter(
+            chunks, codec, context, total, rest_out=plain[rank], account=account, **sent
+        )
+        _gather_in_budget(total, codec, context, chunks, account=account, first=first, **sent)
+
+    def cost(self, load: TensorLoad, cluster: Cluster) -> list[Task]:
+        """Tasks of a bucket: those of `scatter`, then those of `gather`."""
+        return [*scatter_cost(load, cluster), *gather_cost(load, cluster)]
+
+    def mean_error(self, one: EncodingError, codec: Codec | None = None) -> float:
+        """NMSE of the mean: (n-1)/n·e/(n·κ) + e'; the owner's own values are exact."""
+        return (one.workers - 1) / one.workers * one.averaged + one.error_back
+
+    def encodes_mean(self, codec: Codec) -> bool:
+        return True
 
 
 def scatter(
     chunks: Sequence[Tensor],
     codec: Codec,
-    call: Call,
+    context: ExchangeContext,
     out: Tensor,
     *,
     places: Sequence[Sequence[Place]],
-    rest: Sequence[Tensor],
+    uncompressed: Sequence[Tensor],
     rest_out: Tensor,
     account: Account | None = None,
 ) -> Tensor:
@@ -93,8 +121,8 @@ def scatter(
 
     With an account, what encodings spent: E1 of each of out's segments.
     """
-    n, rank, dtype = call.size, call.rank, chunks[0].dtype
-    with_spent = rest if account is None else account.with_room(rest, range(n))
+    n, rank, dtype = context.size, context.rank, chunks[0].dtype
+    with_spent = uncompressed if account is None else account.with_room(uncompressed, range(n))
     messages = []
     for j, chunk in enumerate(chunks):
         wire, plain = None, with_spent[j]
@@ -103,48 +131,85 @@ def scatter(
             if account is not None:
                 room = account.room("spent", j, out.device)
                 spending = {"shares": account.shares(j), "spent": room}
-            wire = encode(codec, chunk, call.key(rank, j), places[j], call, **spending)
+            wire = encode(codec, chunk, context.key(rank, j), places[j], context, **spending)
             if spending:
-                plain[rest[j].numel() :].copy_(spending["spent"].sqrt())
+                plain[uncompressed[j].numel() :].copy_(spending["spent"].sqrt())
         messages.append(Message.of(wire, plain if j != rank else plain[:0]))
     here = [0 if i == rank else out.numel() for i in range(n)]
     plain_here = [0 if i == rank else with_spent[rank].numel() for i in range(n)]
     sizes = Sizes.of(codec, here, [places[rank]] * n, dtype)
-    arriving = swap(messages, call, sizes, plain_here)
+    arriving = all_to_all(messages, context, sizes, plain_here)
     out.copy_(chunks[rank]).mul_(1 / n)  # in fp32 before it is weighed
-    torch.mul(rest[rank], 1 / n, out=rest_out)
+    torch.mul(uncompressed[rank], 1 / n, out=rest_out)
     count, exact = with_spent[rank].numel() - rest_out.numel(), torch.float64
     spent = torch.zeros(count, dtype=exact, device=out.device)
     for i, message in enumerate(arriving):
         if here[i]:
-            key = call.key(i, rank)
-            decode(codec, message.wire, out, key, places[rank], dtype, call, add=True, weight=1 / n)
+            key = context.key(i, rank)
+            decode(
+                codec, message.wire, out, key, places[rank], dtype, context, add=True, weight=1 / n
+            )
         if plain_here[i]:
-            rest_out.add_(message.rest[: rest_out.numel()], alpha=1 / n)
-            spent.add_(message.rest[rest_out.numel() :].double().square(), alpha=1 / n**2)
+            rest_out.add_(message.uncompressed[: rest_out.numel()], alpha=1 / n)
+            spent.add_(message.uncompressed[rest_out.numel() :].double().square(), alpha=1 / n**2)
     return spent
+
+
+def scatter_cost(load: TensorLoad, cluster: Cluster) -> list[Task]:
+    """Every chunk to its owner, who adds.
+
+    E((n-1)c, n-1), [X(f(n-1)),] X((n-1)(b·c/8 + h) + 4p·(n-1)/n), D((n-1)c, n-1)
+    """
+    links, cost = cluster.flat, load.cost
+    n, others = links.ranks, links.ranks - 1
+    c = load.encoded / n
+    sent = others * (cost.bits_out / 8 * c + MESSAGE_BYTES) + 4 * load.plain * others / n
+    adding = cluster.device.copy.seconds(2 * c) + cost.decode.seconds(others * c, others)
+    return [
+        Work(cost.encode.seconds(others * c, others)),
+        *lengths(load, links),
+        links.all_to_all.move(sent),
+        Work(adding),
+    ]
+
+
+def gather_cost(load: TensorLoad, cluster: Cluster) -> list[Task]:
+    """Every owner's chunk to all.
+
+    E(c, 1), [X(f(n-1)),] X((n-1)(b'·c/8 + h) + 4p·(n-1)/n), D(d, n)
+    """
+    links, cost = cluster.flat, load.cost
+    n, others = links.ranks, links.ranks - 1
+    c = load.encoded / n
+    sent = others * (cost.bits_back / 8 * c + MESSAGE_BYTES) + 4 * load.plain * others / n
+    return [
+        Work(cost.encode.seconds(c)),
+        *lengths(load, links),
+        links.all_to_all.move(sent),
+        Work(cost.decode.seconds(load.encoded, n)),
+    ]
 
 
 def scatter_in_budget(
     chunks: Sequence[Tensor],
     codec: Codec,
-    call: Call,
+    context: ExchangeContext,
     out: Tensor,
     *,
     places: Sequence[Sequence[Place]],
-    rest: Sequence[Tensor],
+    uncompressed: Sequence[Tensor],
     rest_out: Tensor,
 ) -> None:
     """`scatter` alone, within a codec's budget; a broken one gets the exact mean.
 
     What was spent must reach all ranks by itself: one small message, and a wait for it.
     """
-    account = Account.of(codec, call, places, [chunk.numel() for chunk in chunks], ALONE)
-    sent = {"places": places, "rest": rest, "rest_out": rest_out}
-    first = scatter(chunks, codec, call, out, account=account, **sent)
+    account = Account.of(codec, context, places, [chunk.numel() for chunk in chunks], ALONE)
+    sent = {"places": places, "uncompressed": uncompressed, "rest_out": rest_out}
+    first = scatter(chunks, codec, context, out, account=account, **sent)
     if account is not None:
         account.settle_among(first, out)
-        targets = [out if j == call.rank else out[:0] for j in range(call.size)]
+        targets = [out if j == context.rank else out[:0] for j in range(context.size)]
         with account.exact(chunks, targets):
             pass
 
@@ -152,64 +217,64 @@ def scatter_in_budget(
 def gather(
     mine: Tensor,
     codec: Codec,
-    call: Call,
+    context: ExchangeContext,
     chunks: Sequence[Tensor],
     *,
     places: Sequence[Sequence[Place]],
-    rest: Sequence[Tensor],
+    uncompressed: Sequence[Tensor],
     wire: Wire | None = None,
 ) -> None:
     """Every rank's `mine`, encoded once, becomes its chunk on all ranks; plain values likewise.
 
     `wire` is that of `mine`, where the caller has needed it before.
     """
-    rank, counts = call.rank, [chunk.numel() for chunk in chunks]
+    rank, counts = context.rank, [chunk.numel() for chunk in chunks]
     if wire is None and counts[rank]:
-        wire = encode(codec, mine, call.key(rank, rank, 1), places[rank], call)
+        wire = encode(codec, mine, context.key(rank, rank, 1), places[rank], context)
     sizes = Sizes.of(codec, counts, places, mine.dtype)
-    plain = [part.numel() for part in rest]
-    arrived = share(Message.of(wire, rest[rank]), call, sizes, plain)
-    _decode_all(arrived, codec, call, chunks, places, rest, mine.dtype)
+    plain = [part.numel() for part in uncompressed]
+    arrived = all_gather(Message.of(wire, uncompressed[rank]), context, sizes, plain)
+    _decode_all(arrived, codec, context, chunks, places, uncompressed, mine.dtype)
 
 
 def _gather_in_budget(
     mine: Tensor,
     codec: Codec,
-    call: Call,
+    context: ExchangeContext,
     chunks: Sequence[Tensor],
     *,
     places: Sequence[Sequence[Place]],
-    rest: Sequence[Tensor],
+    uncompressed: Sequence[Tensor],
     account: Account,
     first: Tensor,
 ) -> None:
     """`gather`, with what the first encodings have left; broken budgets get the exact mean."""
-    rank, counts = call.rank, [chunk.numel() for chunk in chunks]
+    rank, counts = context.rank, [chunk.numel() for chunk in chunks]
     wire, numbers = None, []
     if counts[rank]:
         squares, second = account.squares(rank, mine), account.room("spent back", rank, mine.device)
         spending = {"shares": account.back(first, squares), "spent": second}
-        wire = encode(codec, mine, call.key(rank, rank, 1), places[rank], call, **spending)
+        wire = encode(codec, mine, context.key(rank, rank, 1), places[rank], context, **spending)
         numbers = [first, second, squares]
     sizes = Sizes.of(codec, counts, places, mine.dtype)
-    plain = [part.numel() for part in rest]
-    arrived = account.share(Message.of(wire, rest[rank]), sizes, plain, numbers)
+    plain = [part.numel() for part in uncompressed]
+    arrived = account.all_gather(Message.of(wire, uncompressed[rank]), sizes, plain, numbers)
     with account.exact(chunks, chunks):
-        _decode_all(arrived, codec, call, chunks, places, rest, mine.dtype)
+        _decode_all(arrived, codec, context, chunks, places, uncompressed, mine.dtype)
 
 
 def _decode_all(
     arrived: Sequence[Message],
     codec: Codec,
-    call: Call,
+    context: ExchangeContext,
     chunks: Sequence[Tensor],
     places: Sequence[Sequence[Place]],
-    rest: Sequence[Tensor],
+    uncompressed: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> None:
     """Owners' messages become chunks and plain values."""
     for j, message in enumerate(arrived):
         if chunks[j].numel():
-            decode(codec, message.wire, chunks[j], call.key(j, j, 1), places[j], dtype, call)
-        if rest[j].numel() and j != call.rank:
-            rest[j].copy_(message.rest)
+            decode(codec, message.wire, chunks[j], context.key(j, j, 1), places[j], dtype, context)
+        if uncompressed[j].numel() and j != context.rank:
+            uncompressed[j].copy_(message.uncompressed)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from laconic._cost import Cluster, Task, TensorLoad, Work
 from laconic.codecs import Codec
+from laconic.comm._context import ExchangeContext, Sizes, decode
+from laconic.comm._sums import gather_numbers
+from laconic.comm._transport import Message, all_gather, no_values
 from laconic.errors import ConfigError
-from laconic.exchanges._base import Call, Exchange
-from laconic.exchanges._transport import Message, gather_numbers, no_values, share
-from laconic.exchanges._wires import Sizes, decode
+from laconic.exchanges._base import MESSAGE_BYTES, Exchange, buffers, lengths, norm_and_plain
 
 _TEXT = "global:levels=127,norm=l2,coder=elias"
 
@@ -40,26 +42,42 @@ class Sparse(Exchange):
     name: ClassVar[str] = "sparse"
 
     def check(self, codec: Codec) -> None:
-        own: Any = codec
-        if codec.name != "global" or codec.summable or own.norm not in ("l2", "2/2"):
+        if not codec.sparse_sum:
             way = "allreduce" if codec.summable else "scatter-reduce"
             raise ConfigError(
                 f"sparse codes integers under one two-norm, which {codec} does not make; use "
                 f"'{_TEXT}@sparse' (on CUDA coder=bitmap), or '{codec}@{way}'"
             )
 
-    def mean(self, x: Tensor, codec: Codec, call: Call, rest: Tensor | None = None) -> None:
-        own: Any = codec  # with local_norm and global_norm
-        n, count = call.size, x.numel()
-        norm = own.global_norm(gather_numbers(own.local_norm(x), call, rest))
+    def mean(
+        self, x: Tensor, codec: Codec, context: ExchangeContext, uncompressed: Tensor | None = None
+    ) -> None:
+        n, count = context.size, x.numel()
+        norm = codec.global_norm(gather_numbers(codec.local_norm(x), context, uncompressed))
         if not count:
             return
         sizes = Sizes((codec.nbytes(count, x.dtype),) * n, known=False)
-        room = call.scratch.take("sparse wire", sizes.bytes[0], x.device, torch.uint8)
-        wire = codec.encode(x, call.key(call.rank), norm=norm, workers=1, out=room)
-        total = call.scratch.take("sparse sum", count, x.device, torch.float32)
-        arrived = share(Message.of(wire, no_values(x)), call, sizes, [0] * n)
+        room = context.scratch.take("sparse wire", sizes.bytes[0], x.device, torch.uint8)
+        wire = codec.encode(x, context.key(context.rank), norm=norm, workers=1, out=room)
+        total = context.scratch.take("sparse sum", count, x.device, torch.float32)
+        arrived = all_gather(Message.of(wire, no_values(x)), context, sizes, [0] * n)
         for i, message in enumerate(arrived):
-            key = call.key(i)
-            decode(codec, message.wire, total, key, (), x.dtype, call, add=i > 0, weight=1 / n)
+            key = context.key(i)
+            decode(codec, message.wire, total, key, (), x.dtype, context, add=i > 0, weight=1 / n)
         x.copy_(total)
+
+    def cost(self, load: TensorLoad, cluster: Cluster) -> list[Task]:
+        """Tasks of a bucket: norm(d), S, E(d, 1), X(f(n-1)), X((n-1)(b·d/8 + h)), D(n·d, n)."""
+        links, cost, d = cluster.flat, load.cost, load.encoded
+        n = links.ranks
+        return [
+            *norm_and_plain(load, links),
+            Work(cost.encode.seconds(d)),
+            *lengths(load, links),
+            links.all_to_all.move((n - 1) * (cost.bits_out / 8 * d + MESSAGE_BYTES)),
+            Work(cost.decode.seconds(n * d, n) + cluster.device.copy.seconds(d)),
+        ]
+
+    def memory(self, load: TensorLoad, cluster: Cluster) -> float:
+        """Bytes that a rank holds while it exchanges: its wire, and those of all ranks."""
+        return buffers(load, cluster.workers, cluster.workers)

@@ -7,24 +7,23 @@ imported by name only, because each imports its framework.
 from __future__ import annotations
 
 from laconic.exchanges._policy import Policy
-from laconic.integrations._common import Handle, Stats
-from laconic.integrations._compress import compress
+from laconic.integrations._checkpoint import AllRanks, HasState, PerRank
+from laconic.integrations._compress import compress as compress  # lc.compress also takes auto
 from laconic.integrations._ddp import comm_hook
 from laconic.integrations._fsdp import FSDPHandle
-from laconic.integrations._logging import log_stats
-from laconic.integrations._per_rank import PerRank
-from laconic.integrations._ranks import AllRanks
+from laconic.integrations._handle import Handle, HasStats, Stats, log_stats
 from laconic.integrations._state import HookState
 
 __all__ = [
     "AllRanks",
     "FSDPHandle",
     "Handle",
+    "HasState",
+    "HasStats",
     "HookState",
     "PerRank",
     "Policy",
     "Stats",
     "comm_hook",
-    "compress",
     "log_stats",
 ]

@@ -1,9 +1,13 @@
-"""One line for every kind of data-parallel model."""
+"""`lc.compress` for every kind of data-parallel model, now or once a framework has wrapped it."""
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
 import sys
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
-from laconic.exchanges import Exchange
+from laconic.exchanges import Exchange, pair
 from laconic.exchanges._policy import Chooser
-from laconic.integrations._common import Handle
 from laconic.integrations._ddp import comm_hook
 from laconic.integrations._fsdp import FSDPHandle, is_fsdp
+from laconic.integrations._handle import Handle
 from laconic.integrations._state import HookState
 
 _WRAPPERS = ("_orig_mod", "_forward_module")  # of torch.compile, and of Lightning's Fabric
@@ -63,7 +67,7 @@ def compress(
             **common,
         )
         model.register_comm_hook(state, comm_hook)
-        if not state.encodes and str(state.codec) != "none" and dist.get_rank() == 0:
+        if not state.encodes and not state.codec.lossless and dist.get_rank() == 0:
             _log.warning(
                 "nothing of this model is compressed: by default only matrices of 10,000 values "
                 "or more are; policy=lc.Policy(min_numel=0) takes small ones, too"
@@ -78,7 +82,8 @@ def compress(
             )
         if timeout_s is not None:
             raise ConfigError(
-                "FSDP2 talks on its own process groups: give init_process_group a timeout"
+                f"timeout_s={timeout_s} is for DDP: messages of FSDP2 travel in its own process "
+                "groups, so give init_process_group a timeout"
             )
         return FSDPHandle(model, spec, weights=weights, between=between, **common)
     raise ConfigError(not_parallel(model))
@@ -113,7 +118,7 @@ def not_parallel(model: nn.Module) -> str:
         return "compress is for FSDP2: call fully_shard on the model instead of wrapping it"
     if kind == "DataParallel":
         return (
-            "nn.DataParallel is one process, in which nothing is compressed: start one process a "
+            "nn.DataParallel is one process, in which nothing is compressed: start one process per "
             "device with torchrun, and use DistributedDataParallel"
         )
     said = (
@@ -139,3 +144,85 @@ def not_parallel(model: nn.Module) -> str:
             "Accelerator(cpu=True) only"
         )
     return said + "wrap it first, model = DistributedDataParallel(model), then compress that"
+
+
+class Compression:
+    """`lc.compress` for a model that a framework wraps later; the settings are checked now."""
+
+    def __init__(self, spec: str | Codec, settings: dict[str, Any]) -> None:
+        _check(spec, settings)
+        self.spec, self._settings = spec, settings
+        self.handle: Handle | None = None
+        self._told: str | None = None
+        self._wrapped: Any = None  # weak: a wrapper has buffers as large as the model
+        self._inside: Any = None
+
+    def start(self, model: nn.Module, advice: str, optimizers: Sequence[Any] = ()) -> bool:
+        """Compress a wrapped model, once; False in a single process, which has nothing to send.
+
+        Under DDP gradients have the units of the framework's optimizers, unless settings say.
+        """
+        model = unwrapped(model)
+        if self._wrapped is not None and self._wrapped() is model:
+            return True
+        before, self.handle = self.handle, None
+        if not isinstance(model, DistributedDataParallel) and not is_fsdp(model):
+            if _processes() == 1:
+                return False
+            raise ConfigError(
+                f"this trains a {type(model).__name__}, and only gradients of models in "
+                f"DistributedDataParallel, or of FSDP2, can be compressed: {advice}"
+            )
+        # the package and not this layer knows "auto"
+        turn_on = sys.modules["laconic"].compress
+        settings = self._settings
+        if isinstance(model, DistributedDataParallel) and optimizers:
+            settings = {"optimizer": list(optimizers), **settings}
+        self.handle = handle = turn_on(model, self.spec, **settings)
+        inside = model.module if isinstance(model, DistributedDataParallel) else model
+        if before is not None and self._inside() is inside:  # wrapped again, for a second fit
+            handle.load_state_dict(before.state_dict())
+        if before is not None:
+            before.close()
+        self._wrapped, self._inside = weakref.ref(model), weakref.ref(inside)
+        return True
+
+    def close(self) -> None:
+        """Give threads, connections and process groups back."""
+        if self.handle is not None:
+            self.handle.close()
+
+    def news(self) -> str | None:
+        """What "auto" has decided since the last call, in a sentence."""
+        report = getattr(self.handle, "report", lambda: None)()
+        if report is None or str(report) == self._told:
+            return None
+        self._told = str(report)
+        return self._told
+
+    def scalars(self) -> dict[str, float]:
+        """Scalars for loggers; for "auto", also whether its choice is to compress."""
+        if self.handle is None:
+            return {}
+        scalars = self.handle.stats().scalars()
+        choice = getattr(self.handle, "choice", None)
+        if choice is not None:
+            scalars["laconic/compressing"] = float(choice != "none")
+        return scalars
+
+
+def _check(spec: str | Codec, settings: dict[str, Any]) -> None:
+    """ConfigError for what is wrong without knowing the model."""
+    known = [*inspect.signature(compress).parameters, "error", "candidates"]
+    known = [name for name in known if name not in ("model", "spec")]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"there is no setting {name!r}; there are {', '.join(known)}")
+    if spec != "auto":
+        pair(spec, settings.get("exchange"))
+
+
+def _processes() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))

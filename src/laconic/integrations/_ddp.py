@@ -1,10 +1,10 @@
-"""One line in a DistributedDataParallel script: gradients travel encoded, behind backward."""
+"""DDP's communication hook: gradients travel encoded, overlapped with backward."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -14,21 +14,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.codecs._memory import Scratch
-from laconic.exchanges import Call
-from laconic.exchanges._lane import Lane
+from laconic.comm._agreement import compare
+from laconic.comm._context import ExchangeContext
+from laconic.comm._sums import plain_mean
+from laconic.comm._threads import CommLane
 from laconic.exchanges._preconditioner import Preconditioner
-from laconic.exchanges._replicas import compare
-from laconic.exchanges._transport import plain_mean
-from laconic.integrations._bucket_order import Bucket
-from laconic.integrations._state import HookState, Load, Piece, Plan
+from laconic.integrations._buckets import (
+    Bucket,
+    BucketLayout,
+    CodecGroup,
+    copied,
+    gathered,
+    norms,
+)
+from laconic.integrations._state import HookState
 
 _UNITS = "second moments of the optimizers"
 
 
 def comm_hook(state: HookState, bucket: Any) -> Future[Tensor]:
     """DDP's hook: starts the exchange of a bucket and returns at once."""
-    state.meet()
+    state.connect()
     if isinstance(bucket, tuple):  # a compiled DDP with the Python reducer: gradient, parameter
         blocking: Any = torch.compiler.disable(_one_by_one)
         return blocking(state, *bucket)
@@ -43,11 +49,12 @@ def exchange_bucket(state: HookState, bucket: Bucket) -> Future[Tensor]:
     lane = state.lanes[bucket.index() % len(state.lanes)]
     has_joined = not in_backward()
     if has_joined:
-        state.passes = None
-    call = _call(state, lane, step, state.passes)
+        state.optimizers.passes = None
+    context = state.session.context(
+        lane.group, step=step, passes=state.optimizers.passes, traffic=lane.traffic
+    )
     if bucket.is_last():
         state.end_pass()
-        state.watch_budget(step)
         if state.replicas_due(step):
             check = partial(state.compare_replicas, lane, step, has_joined=has_joined)
             start(lane, buffer.new_empty(0), check)
@@ -58,8 +65,8 @@ def exchange_bucket(state: HookState, bucket: Bucket) -> Future[Tensor]:
         own = buffer * (1 / lane.group.size())  # in place it would change what backward still reads
         return start(lane, own, partial(_sparse_sum, lane, own))
     renew_units(state, buffer, step)
-    plan = state.plan(bucket.parameters())
-    return start(lane, buffer, partial(_exchange, state, lane, buffer, plan, call))
+    layout = state.layout(bucket.parameters())
+    return start(lane, buffer, partial(_exchange, state, lane, buffer, layout, context))
 
 
 def renew_units(state: HookState, buffer: Tensor, step: int) -> None:
@@ -76,7 +83,7 @@ def renew_units(state: HookState, buffer: Tensor, step: int) -> None:
 
 
 def _renew(
-    state: HookState, units: Preconditioner, lane: Lane, step: int, device: torch.device
+    state: HookState, units: Preconditioner, lane: CommLane, step: int, device: torch.device
 ) -> None:
     """All ranks compare, also those without units: others may have some, and would wait."""
     agreed = False
@@ -97,11 +104,11 @@ comm_hook.__annotations__ |= {
 }
 
 
-def raise_after_backward(lanes: Sequence[Lane]) -> None:
+def raise_after_backward(lanes: Sequence[CommLane]) -> None:
     """What goes wrong in a lane is raised by `backward`, with its type.
 
     torch turns the error of a Python hook's future into "Unable to cast". So futures end with NaN,
-    and the error is raised by a callback of autograd's behind DDP's own, which waits for all
+    and the error is raised by a callback of autograd's after DDP's own, which waits for all
     futures: callbacks run in order, and DDP queues its own after the last bucket. Outside of a
     backward pass there are no callbacks; the next call of the hook raises then.
     """
@@ -129,8 +136,8 @@ def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future
     """Without buckets: one parameter's gradient becomes its mean, in place, before this returns."""
     if not parameter.numel():
         return _done(gradient)
-    plan = state.plan([parameter])
-    number = (plan.plain or plan.loads[0].pieces)[0].number
+    layout = state.layout([parameter])
+    number = (layout.plain or layout.groups[0].slices)[0].number
     step = state.turns.get(number, 0)
     state.turns[number] = step + 1
     state.step = max(state.step, step + 1)
@@ -142,8 +149,9 @@ def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future
         _renew(state, units, state.lanes[0], step, gradient.device)
     own = gradient.detach().permute(parameter.dim_order())  # units follow the parameter's memory
     real = torch.view_as_real(own) if own.is_complex() else own
-    flat = real.contiguous().view(-1)
-    _exchange(state, state.lanes[0], flat, plan, _call(state, state.lanes[0], step))
+    flat, lane = real.contiguous().view(-1), state.lanes[0]
+    context = state.session.context(lane.group, step=step, traffic=lane.traffic)
+    _exchange(state, lane, flat, layout, context)
     if flat.data_ptr() != real.data_ptr():
         real.copy_(flat.view_as(real))
     return _done(gradient)
@@ -155,12 +163,12 @@ def _done(value: Tensor) -> Future[Tensor]:
     return done
 
 
-def start(lane: Lane, buffer: Tensor, work: Callable[[], None]) -> Future[Tensor]:
+def start(lane: CommLane, buffer: Tensor, work: Callable[[], None]) -> Future[Tensor]:
     """`work` in the lane's thread, after all that it has; then the future gets `buffer`.
 
     If work fails the buffer is NaN, and `lane.failure` has the error.
 
-    On CUDA work runs on a stream of its own, behind what is on the caller's now.
+    On CUDA work runs on a stream of its own, after what is on the caller's now.
     """
     cuda = buffer.device.type == "cuda"
     done: Future[Tensor] = Future(devices=[buffer.device]) if cuda else Future()
@@ -170,7 +178,7 @@ def start(lane: Lane, buffer: Tensor, work: Callable[[], None]) -> Future[Tensor
 
 
 def _job(
-    lane: Lane, buffer: Tensor, work: Callable[[], None], ready: Any, done: Future[Tensor]
+    lane: CommLane, buffer: Tensor, work: Callable[[], None], ready: Any, done: Future[Tensor]
 ) -> None:
     """Runs in a lane's thread."""
     stream = nullcontext() if ready is None else torch.cuda.stream(_side_stream(buffer.device))
@@ -181,17 +189,17 @@ def _job(
             work()
         except Exception as error:
             lane.fail(error)
-            _spoil(buffer)
+            _fill_with_nan(buffer)
         done.set_result(buffer)
 
 
-def _spoil(buffer: Tensor) -> None:
-    """Whoever goes on in spite of an error must not take what is there for a mean."""
+def _fill_with_nan(buffer: Tensor) -> None:
+    """Code that continues in spite of an error must not take what is there for a mean."""
     values = buffer._values() if buffer.is_sparse else buffer
     values.fill_(torch.nan)
 
 
-def _sparse_sum(lane: Lane, gradient: Tensor) -> None:
+def _sparse_sum(lane: CommLane, gradient: Tensor) -> None:
     """Add up gradients of nn.Embedding(sparse=True), in place: the backend's own sum, as DDP's."""
     values = gradient._values()
     lane.plain_bytes += values.numel() * values.element_size()
@@ -199,110 +207,47 @@ def _sparse_sum(lane: Lane, gradient: Tensor) -> None:
         dist.all_reduce(gradient, group=lane.group)
 
 
-def _exchange(state: HookState, lane: Lane, buffer: Tensor, plan: Plan, call: Call) -> None:
+def _exchange(
+    state: HookState,
+    lane: CommLane,
+    buffer: Tensor,
+    layout: BucketLayout,
+    context: ExchangeContext,
+) -> None:
     """The bucket becomes its mean over ranks, in place."""
     start = time.perf_counter()
     size = lane.group.size()
     lane.plain_bytes += round(2 * (size - 1) / size * buffer.numel() * buffer.element_size())
-    if call.step < state.warmup_steps or state.cold or not plan.loads:
-        plain_mean(buffer, call)
+    if context.step < state.warmup_steps or state.cold or not layout.groups:
+        plain_mean(buffer, context)
     else:
-        with _copied(buffer, plan.plain, state.scratch, "plain", torch.float32) as rest:
-            for load in plan.loads:
-                first = load is plan.loads[0]
-                _carry(state, buffer, load, call, rest if first and plan.plain else None)
+        scratch, plain = state.session.scratch, layout.plain
+        with copied(buffer, plain, scratch, "plain", torch.float32) as values:
+            for group in layout.groups:
+                first = group is layout.groups[0]
+                _exchange_group(state, buffer, group, context, values if first and plain else None)
     lane.seconds += time.perf_counter() - start
 
 
-def _carry(state: HookState, buffer: Tensor, load: Load, call: Call, rest: Tensor | None) -> None:
-    """One codec's part of the bucket, and values that travel with it."""
-    call = replace(call, tensor=load.pieces[0].number, places=load.places)
-    for piece in load.fillers:  # `rest` has their values
-        _part(buffer, piece).zero_()
-    weighed = state.weighs(load, call.step)
-    parts = [_part(buffer, piece) for piece in load.pieces] if weighed else []
-    own = norms(parts)
-    with gathered(buffer, load.pieces, state.scratch, state.units_of(load)) as x:
-        load.exchange.mean(x, load.codec, call, rest)
-        encoded = norms(x.split([piece.numel for piece in load.pieces])) if weighed else []
-    if weighed:
-        state.weigh(load, own, encoded, parts, call.step)
-
-
-def _call(state: HookState, lane: Lane, step: int, passes: int | None = None) -> Call:
-    return Call(
-        group=lane.group,
-        seed=state.draws,
-        step=step,
-        known=state.known,
-        memory=state.memory,
-        scratch=state.scratch,
-        verify=state.verify,
-        traffic=lane.traffic,
-        passes=passes,
-    )
-
-
-@contextmanager
-def gathered(
-    buffer: Tensor, pieces: Sequence[Piece], space: Scratch, units: Preconditioner | None = None
-) -> Iterator[Tensor]:
-    """The pieces as one tensor, put back afterwards; the buffer itself if they lie together.
-
-    With a preconditioner they are in its units meanwhile; halves, whose range these may leave, are
-    float32 then.
-    """
-    total = sum(piece.numel for piece in pieces)
-    start, end = pieces[0].start, pieces[-1].start + pieces[-1].numel
-    wide = units is not None and buffer.dtype == torch.float16
-    if end - start != total or wide:
-        dtype = torch.float32 if wide else buffer.dtype
-        with _copied(buffer, pieces, space, "packed", dtype, units) as x:
-            yield x
-        return
-    x = buffer[start:end]
-    if units is None:
-        yield x
-        return
-    for piece in pieces:
-        units.into(_part(buffer, piece), piece.number, _part(buffer, piece))
-    yield x
-    for piece in pieces:
-        units.back(_part(buffer, piece), piece.number, _part(buffer, piece))
-
-
-@contextmanager
-def _copied(
+def _exchange_group(
+    state: HookState,
     buffer: Tensor,
-    pieces: Sequence[Piece],
-    space: Scratch,
-    name: str,
-    dtype: torch.dtype,
-    units: Preconditioner | None = None,
-) -> Iterator[Tensor]:
-    """The pieces one behind another, put back afterwards; in a preconditioner's units if given."""
-    sizes = [piece.numel for piece in pieces]
-    x = space.take(name, sum(sizes), buffer.device, dtype)
-    into = _plain_copy if units is None else units.into
-    back = _plain_copy if units is None else units.back
-    for part, piece in zip(x.split(sizes), pieces, strict=True):
-        into(_part(buffer, piece), piece.number, part)
-    yield x
-    for part, piece in zip(x.split(sizes), pieces, strict=True):
-        back(part, piece.number, _part(buffer, piece))
-
-
-def _plain_copy(source: Tensor, _: int, out: Tensor) -> None:
-    out.copy_(source)
-
-
-def norms(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Two-norms, on the parts' device."""
-    return [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
-
-
-def _part(buffer: Tensor, piece: Piece) -> Tensor:
-    return buffer[piece.start : piece.start + piece.numel]
+    group: CodecGroup,
+    context: ExchangeContext,
+    uncompressed: Tensor | None,
+) -> None:
+    """One codec's part of the bucket, and values that travel with it."""
+    context = replace(context, tensor=group.slices[0].number, places=group.places)
+    for one in group.fillers:  # `uncompressed` has their values
+        one.of(buffer).zero_()
+    estimated = state.estimates(group, context.step)
+    parts = [one.of(buffer) for one in group.slices] if estimated else []
+    own = norms(parts)
+    with gathered(buffer, group.slices, state.session.scratch, state.units_of(group)) as x:
+        group.exchange.mean(x, group.codec, context, uncompressed)
+        encoded = norms(x.split([one.numel for one in group.slices])) if estimated else []
+    if estimated:
+        state.monitor.estimate(group, own, encoded, parts, context.step)
 
 
 @lru_cache

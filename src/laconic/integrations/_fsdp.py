@@ -15,18 +15,24 @@ from torch import nn
 from laconic._key import seed_of
 from laconic._version import __version__
 from laconic.codecs import Codec, codec
+from laconic.comm._agreement import require_same_settings
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, ScatterReduce
-from laconic.exchanges._agree import agree
-from laconic.exchanges._base import checked_verify
-from laconic.exchanges._ledger import error_stats, load_budget, saved_budget
+from laconic.exchanges._error_report import error_stats
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.exchanges._preconditioner import BLOCKS
-from laconic.integrations._choices import Choices, check_warmup, line
-from laconic.integrations._common import Stats, check_own, check_ranks, own_rank
 from laconic.integrations._fsdp_comms import AllGather, ReduceScatter, Replicas
-from laconic.integrations._fsdp_unit import Run, Unit, groups_of, piece_of, unit_of
-from laconic.integrations._stepped import hear_of_steps, warn_of_noise
+from laconic.integrations._fsdp_units import Run, Unit, groups_of, sharded_parameter, unit_of
+from laconic.integrations._handle import (
+    CodecPairs,
+    Stats,
+    check_own,
+    check_ranks,
+    check_warmup,
+    described,
+    own_rank,
+)
+from laconic.integrations._monitor import listen_to_steps, parameters_of, warn_of_noise
 
 _BETWEEN = ("shards", "replicas", "both")
 
@@ -61,86 +67,73 @@ class FSDPHandle:
     ) -> None:
         _check_torch(model)
         check_warmup(warmup_steps)
-        self._pairs = Choices(spec, exchange)
+        self._pairs = CodecPairs(spec, exchange)
         self.codec, self.exchange = self._pairs[""]
         self.weights = None if weights is None else _weights_codec(weights)
-        self.seed, self._run = (
-            seed,
-            Run(seed=seed, warmup_steps=warmup_steps, verify=checked_verify(verify)),
-        )
+        self.seed, self._run = seed, Run.of(seed, warmup_steps, verify)
         self._model = weakref.ref(model)
         self._lines: list[str] = []
         self._units = list(self._found(model, policy or Policy()))
-        self._run.seed = seed_of(seed, "\n".join(self._lines))
+        self._run.inside.seed = self._run.across.seed = seed_of(seed, "\n".join(self._lines))
         self.between = self._stages(between)
         share = 0.5 if self.between == "both" else 1.0
-        self._inside = {
-            text: codec(str(own)).at_share(share) for text, (own, _) in self._pairs.items()
-        }
+        self._inside = {text: own.at_share(share) for text, (own, _) in self._pairs.items()}
         self._across = {
-            text: (own.at_share(share), way) for text, (own, way) in self._pairs.items()
+            spec: (own.at_share(share), way) for spec, (own, way) in self._pairs.items()
         }
         self._agree()
         for unit in self._units:
             self._install(unit)
-        self._heard = False  # of a step of its optimizer
-        hear_of_steps(self)
+        self._has_stepped = False  # of a step of its optimizer
+        listen_to_steps(self)
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step: of this model, or of another one."""
-        model = None if self._heard else self._model()
+        model = None if self._has_stepped else self._model()
         own = set() if model is None else {id(one) for one in model.parameters()}
-        if any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
-            self._heard = True
+        if any(id(one) in own for one in parameters_of(optimizer)):
+            self._has_stepped = True
             warn_of_noise(optimizer, self.codec, BLOCKS)
 
     def stats(self) -> Stats:
         """Bytes and times so far, of what is encoded: gradients, and weights if asked."""
         return Stats(
             steps=max((max(unit.reductions, unit.means) for unit in self._units), default=0),
-            sent_bytes=self._run.traffic.sent_bytes,
+            sent_bytes=self._run.inside.traffic.sent_bytes,
             plain_bytes=self._run.plain_bytes,
             exchange_seconds=self._run.exchange_seconds,
-            wire_seconds=self._run.traffic.wire_seconds,
-            **(error_stats(self._run.memory) or error_stats(self._run.across)),
+            wire_seconds=self._run.inside.traffic.wire_seconds,
+            **(error_stats(self._run.inside.memory) or error_stats(self._run.across.memory)),
         )
 
     def close(self) -> None:
-        """Nothing is encoded any more: behind the last step. The process groups are FSDP's."""
+        """Nothing is encoded any more; after the last step. The process groups are FSDP's."""
         self._run.closed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved, on every rank, to go on exactly: counters, and codecs' memories."""
+        """What must be saved, on every rank, to resume exactly: counters, and codecs' memories."""
         return {
             "rank": own_rank(),
             "ranks": dist.get_world_size(),
             "codec": str(self.codec),
             "steps": {unit.name: [unit.reductions, unit.means] for unit in self._units},
-            "memory": {name: own.state_dict() for name, own in self._remembering()},
-            "budget": [saved_budget(kept) for kept in (self._run.memory, self._run.across)],
+            "shards": self._run.inside.memory.state_dict(),
+            "replicas": self._run.across.memory.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state_dict. Modules that it does not know start where no key was used."""
+        """Resume from a state_dict. Modules that it does not know start where no key was used."""
         if state["codec"] != str(self.codec):
             raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
-        check_own(state, "memory")
-        check_ranks(state, dist.get_world_size(), "memory")
+        check_own(state)
+        check_ranks(state, dist.get_world_size())
         steps = state["steps"]
         latest = [max((pair[i] for pair in steps.values()), default=0) for i in range(2)]
         for unit in self._units:
             unit.reductions, unit.means = map(int, steps.get(unit.name, latest))
-        for name, own in self._remembering():
-            own.load_state_dict(state["memory"][name])
-        kept = state.get("budget") or [None, None]
-        for memory, budget in zip((self._run.memory, self._run.across), kept, strict=True):
-            load_budget(memory, budget)
-
-    def _remembering(self) -> Iterator[tuple[str, Any]]:
-        for text, own in self._inside.items():
-            if own.remembers:
-                yield f"shards {text}", own
-                yield f"replicas {text}", self._across[text][0]
+        found = state if "shards" in state else _newer(state)
+        self._run.inside.memory.load_state_dict(found["shards"])
+        self._run.across.memory.load_state_dict(found["replicas"])
 
     def _found(self, model: nn.Module, policy: Chooser) -> Iterator[Unit]:
         """The sharded modules, and what the policy says about their parameters."""
@@ -149,14 +142,15 @@ class FSDPHandle:
         number = {name: i for i, name in enumerate(every)}
         for name, group in groups_of(model):
             _check_new(group)
-            pieces = []
+            parameters = []
             for param in group.fsdp_params:
                 info = param._module_info
                 path = ".".join(filter(None, (names[id(info.module)], info.param_name)))
-                text = self._pairs.text(policy(path, param.sharded_param))
-                pieces.append(piece_of(param, number[path], text))
-                self._lines.append(line(f"{path} of {name or 'root'}", param.sharded_param, text))
-            yield unit_of(name, group, tuple(pieces), self._run)
+                spec = self._pairs.spec(policy(path, param.sharded_param))
+                parameters.append(sharded_parameter(param, number[path], spec))
+                of = f"{path} of {name or 'root'}"
+                self._lines.append(described(of, param.sharded_param, spec))
+            yield unit_of(name, group, tuple(parameters), self._run)
 
     def _stages(self, between: str | None) -> str:
         """Which gradients are encoded."""
@@ -174,7 +168,7 @@ class FSDPHandle:
         if stages == "shards" and self._pairs.exchange_named:
             raise ConfigError(
                 "FSDP reduce-scatters gradients, so there is no exchange to choose: leave exchange="
-                " and the text behind @ out; they count between replicas (HSDP) only"
+                " and the text after @ out; they count between replicas (HSDP) only"
             )
         return stages
 
@@ -187,7 +181,7 @@ class FSDPHandle:
             "weights": str(self.weights),
             "between": self.between,
             "warmup_steps": str(self._run.warmup_steps),
-            "verify": self._run.verify,
+            "verify": self._run.inside.verify,
             "seed": str(self.seed),
             "parameters": "\n".join(self._lines),
         }
@@ -216,6 +210,16 @@ class FSDPHandle:
             module.set_custom_all_gather(AllGather(unit, self.weights, plain))
 
 
+def _newer(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What either direction remembers, from a state saved when codecs kept their residuals."""
+    budgets = zip(("shards", "replicas"), state.get("budget") or (None, None), strict=True)
+    kept = state["memory"].items()
+    return {
+        name: {"memory": {k: v for k, v in kept if k.startswith(name)}, "budget": budget}
+        for name, budget in budgets
+    }
+
+
 def _check_torch(model: nn.Module) -> None:
     from torch.distributed.fsdp import FSDPModule  # half a second that DDP need not pay
 
@@ -242,11 +246,13 @@ def _agree_in(group: Any, settings: dict[str, str]) -> None:
     problem = None
     try:
         if shards is not None:
-            agree(settings, shards, group.device)
+            require_same_settings(settings, shards, group.device)
     except ConfigError as found:
         problem = found
     if replicas is not None:
-        agree({**settings, "shard group": str(problem or "agrees")}, replicas, group.device)
+        require_same_settings(
+            {**settings, "shard group": str(problem or "agrees")}, replicas, group.device
+        )
     if problem is not None:
         raise problem
 
@@ -260,7 +266,7 @@ def _check_new(group: Any) -> None:
 def _weights_codec(spec: str | Codec) -> Codec:
     own = codec(spec)
     ScatterReduce().check(own)
-    if own.remembers:
+    if own.residuals:
         raise ConfigError(
             f"weights= takes a codec without memory, not {own}: what is lost of a weight is not "
             "lost, because the exact one stays with its owner"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._scatter_reduce import gather, scatter_in_budget
-from laconic.integrations._fsdp_layout import Gathered, Plan, places
-from laconic.integrations._fsdp_unit import Unit
+from laconic.integrations._fsdp_units import ShardLayout, SlotBuffers, Unit, places
 
 
 class _FSDPBuffers:
@@ -55,37 +53,42 @@ class ReduceScatter(_FSDPBuffers):
     ) -> Any:
         """FSDP's contract; the result is ordered in the current stream, so there is no Work."""
         unit, run, n = self.unit, self.unit.run, group.size()
-        step, plan = unit.reductions, unit.gradients(output_tensor.numel())
+        step, layout = unit.reductions, unit.gradients(output_tensor.numel())
         unit.reductions += 1
         ring = (n - 1) / n * input_tensor.numel() * input_tensor.element_size()
         with run.exchanging(ring):
-            if step < run.warmup_steps or not plan.coded or output_tensor.dtype not in DTYPES:
-                with run.traffic.sending(ring):
+            if step < run.warmup_steps or not layout.coded or output_tensor.dtype not in DTYPES:
+                with run.inside.traffic.sending(ring):
                     return self.plain(output_tensor, input_tensor, group, op, async_op)
-            self._reduce(output_tensor, list(input_tensor.view(n, -1)), group, plan, step)
+            self._reduce(output_tensor, list(input_tensor.view(n, -1)), group, layout, step)
             if (scale := factor(op, n)) != 1:
                 output_tensor.mul_(scale)
 
     def _reduce(
-        self, out: Tensor, shards: list[Tensor], group: dist.ProcessGroup, plan: Plan, step: int
+        self,
+        out: Tensor,
+        shards: list[Tensor],
+        group: dist.ProcessGroup,
+        layout: ShardLayout,
+        step: int,
     ) -> None:
         """The mean over ranks of this rank's shard."""
-        unit, scratch, rank = self.unit, self.unit.run.scratch, group.rank()
-        ranks, plain = range(len(shards)), plan.plain
-        for choice, slots in plan.coded:
-            coded = Gathered(shards, ranks, slots, out.dtype, scratch, "coded")
-            rest = Gathered(shards, ranks, plain, torch.float32, scratch, "rest")
-            coded_mean = Gathered([out], [rank], slots, torch.float32, scratch, "coded mean")
-            rest_mean = Gathered([out], [rank], plain, torch.float32, scratch, "rest mean")
+        unit, scratch, rank = self.unit, self.unit.run.inside.scratch, group.rank()
+        ranks, plain = range(len(shards)), layout.plain
+        for choice, slots in layout.coded:
+            coded = SlotBuffers(shards, ranks, slots, out.dtype, scratch, "coded")
+            uncompressed = SlotBuffers(shards, ranks, plain, torch.float32, scratch, "plain")
+            coded_mean = SlotBuffers([out], [rank], slots, torch.float32, scratch, "coded mean")
+            rest_mean = SlotBuffers([out], [rank], plain, torch.float32, scratch, "plain mean")
             coded.load()
-            rest.load()
+            uncompressed.load()
             scatter_in_budget(
                 coded.parts,
                 self.codecs[choice],
-                unit.call(group, slots, step, unit.replica),
+                unit.context(unit.run.inside, group, slots, step, unit.replica),
                 coded_mean.parts[0],
                 places=[places(slots, j) for j in ranks],
-                rest=rest.parts,
+                uncompressed=uncompressed.parts,
                 rest_out=rest_mean.parts[0],
             )
             coded_mean.store()
@@ -115,43 +118,43 @@ class AllGather(_FSDPBuffers):
     ) -> Any:
         """FSDP's contract: input_tensor is this rank's part of output_tensor."""
         unit, run, n = self.unit, self.unit.run, group.size()
-        step, plan = unit.reductions + unit.means, unit.weights(input_tensor.numel())
+        step, layout = unit.reductions + unit.means, unit.weights(input_tensor.numel())
         ring = (n - 1) * input_tensor.numel() * input_tensor.element_size()
         # a smaller group gathers in backward what was decoded in forward: exact, or it would differ
         strange = n != unit.shards or output_tensor.dtype not in DTYPES
         with run.exchanging(ring):
-            if step < run.warmup_steps or not plan.coded or strange:
-                with run.traffic.sending(ring):
+            if step < run.warmup_steps or not layout.coded or strange:
+                with run.inside.traffic.sending(ring):
                     return self.plain(output_tensor, input_tensor, group, async_op)
-            self._gather(list(output_tensor.view(n, -1)), group, plan, step)
+            self._gather(list(output_tensor.view(n, -1)), group, layout, step)
 
     def _gather(
-        self, shards: list[Tensor], group: dist.ProcessGroup, plan: Plan, step: int
+        self, shards: list[Tensor], group: dist.ProcessGroup, layout: ShardLayout, step: int
     ) -> None:
         """All shards from every rank's own."""
-        unit, scratch, rank = self.unit, self.unit.run.scratch, group.rank()
+        unit, scratch, rank = self.unit, self.unit.run.inside.scratch, group.rank()
         ranks = range(len(shards))
-        slots = tuple(slot for _, some in plan.coded for slot in some)
-        rest = Gathered(shards, ranks, plan.plain, torch.float32, scratch, "rest")
-        coded = Gathered(shards, ranks, slots, shards[0].dtype, scratch, "coded")
-        rest.load(rank)
+        slots = tuple(slot for _, some in layout.coded for slot in some)
+        uncompressed = SlotBuffers(shards, ranks, layout.plain, torch.float32, scratch, "plain")
+        coded = SlotBuffers(shards, ranks, slots, shards[0].dtype, scratch, "coded")
+        uncompressed.load(rank)
         coded.load(rank)
         gather(
             coded.parts[rank],
             self.codec,
-            unit.call(group, slots, step, unit.replicas + unit.shards),
+            unit.context(unit.run.inside, group, slots, step, unit.replicas + unit.shards),
             coded.parts,
             places=[places(slots, j) for j in ranks],
-            rest=rest.parts,
+            uncompressed=uncompressed.parts,
         )
-        rest.store()
+        uncompressed.store()
         coded.store()
 
 
 class Replicas(dist.ProcessGroup):
     """The group between replicas (HSDP): its all-reduce is an exchange of encoded shards.
 
-    FSDP's all-reduce hook runs behind its own all-reduce and cannot replace it; its process group
+    FSDP's all-reduce hook runs after its own all-reduce and cannot replace it; its process group
     can. What FSDP does around it (partial sums without all-reduce, factors, streams) stays.
     """
 
@@ -174,33 +177,44 @@ class Replicas(dist.ProcessGroup):
         """What dist.all_reduce calls."""
         unit, run, n = self.unit, self.unit.run, self.group.size()
         (out,), op = tensors, opts.reduceOp
-        step, plan = unit.means, unit.gradients(out.numel()).without_empty(unit.shard)
+        step, layout = unit.means, unit.gradients(out.numel()).without_empty(unit.shard)
         unit.means += 1
         ring = 2 * (n - 1) / n * out.numel() * out.element_size()
         with run.exchanging(ring):
-            if step < run.warmup_steps or not plan.coded or out.dtype not in DTYPES:
-                with run.traffic.sending(ring):
+            if step < run.warmup_steps or not layout.coded or out.dtype not in DTYPES:
+                with run.inside.traffic.sending(ring):
                     dist.all_reduce(out, op=op, group=self.group)
             else:
-                self._mean(out, plan, step)
+                self._mean(out, layout, step)
                 if (scale := factor(op, n)) != 1:
                     out.mul_(scale)
         return _Done()
 
-    def _mean(self, out: Tensor, plan: Plan, step: int) -> None:
+    def _mean(self, out: Tensor, layout: ShardLayout, step: int) -> None:
         """The mean over replicas of this shard, in place."""
-        unit, scratch, own, plain = self.unit, self.unit.run.scratch, self.unit.shard, plan.plain
-        for choice, slots in plan.coded:
+        unit, scratch, own, plain = (
+            self.unit,
+            self.unit.run.inside.scratch,
+            self.unit.shard,
+            layout.plain,
+        )
+        for choice, slots in layout.coded:
             codec, exchange = self.pairs[choice]
-            coded = Gathered([out], [own], slots, out.dtype, scratch, "coded")
-            rest = Gathered([out], [own], plain, torch.float32, scratch, "rest")
+            coded = SlotBuffers([out], [own], slots, out.dtype, scratch, "coded")
+            uncompressed = SlotBuffers([out], [own], plain, torch.float32, scratch, "plain")
             coded.load()
-            rest.load()
-            call = unit.call(self.group, slots, step, unit.replicas + own)
-            call = replace(call, places=tuple(places(slots, own)), memory=unit.run.across)
-            exchange.mean(coded.parts[0], codec, call, rest.parts[0] if plain else None)
+            uncompressed.load()
+            context = unit.context(
+                unit.run.across,
+                self.group,
+                slots,
+                step,
+                unit.replicas + own,
+                places(slots, own),
+            )
+            exchange.mean(coded.parts[0], codec, context, uncompressed.parts[0] if plain else None)
             coded.store()
-            rest.store()
+            uncompressed.store()
             plain = ()  # they have travelled
 
 

@@ -21,9 +21,9 @@ else:
         from pytorch_lightning.utilities import rank_zero_info
 
 from laconic.codecs import Codec
-from laconic.integrations._callback import Compression
-from laconic.integrations._common import Handle
-from laconic.integrations._ranks import AllRanks
+from laconic.integrations._checkpoint import AllRanks
+from laconic.integrations._compress import Compression
+from laconic.integrations._handle import Handle
 
 __all__ = ["Compress"]
 

@@ -18,8 +18,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
-from laconic.integrations._callback import Compression
-from laconic.integrations._common import Handle, own_rank
+from laconic.integrations._compress import Compression
+from laconic.integrations._handle import Handle, own_rank
 
 __all__ = ["CompressCallback"]
 
@@ -110,7 +110,7 @@ class CompressCallback(TrainerCallback):
             self.handle.load_state_dict(saved)
         except (FileNotFoundError, ConfigError) as problem:
             _log.warning(
-                "rank %d: compression starts anew at step %d, without what was remembered: %s; "
+                "rank %d: compression starts afresh at step %d, without what was remembered: %s; "
                 "CompressCallback(.., resume_from=folder) names another checkpoint",
                 own_rank(),
                 state.global_step,

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from laconic.lab._errors import LabError, RankError
 from laconic.lab._hosts import Counters, Host
-from laconic.lab._lab import Lab, Network
-from laconic.lab._loopback import Loopback, LoopbackNetwork
-from laconic.lab._missing import missing
+from laconic.lab._lab import Lab, Loopback, LoopbackNetwork, Network
 from laconic.lab._rates import Rate
+from laconic.lab._requirements import missing
 from laconic.lab._run import Output, Run
 
 __all__ = [

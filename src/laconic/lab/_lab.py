@@ -1,28 +1,57 @@
-"""A lab: hosts and a switch that exist while a `with` block runs."""
+"""A lab: hosts and a switch that exist while a `with` block runs; ranks without a lab, too."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import socket
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
 from typing import Any
 
 from laconic.errors import ConfigError
 from laconic.lab import _signals
 from laconic.lab._errors import LabError
-from laconic.lab._hosts import INTERFACE, SWITCH, Counters, Host
-from laconic.lab._leftovers import NAMESPACES, abandoned, new_name
-from laconic.lab._missing import missing
-from laconic.lab._ranks import Echo, seats
+from laconic.lab._hosts import INTERFACE, SWITCH, Counters, Host, find, ip
 from laconic.lab._rates import Rates, rates_of
-from laconic.lab._run import Run, Runs
-from laconic.lab._tools import find, ip
+from laconic.lab._requirements import missing
+from laconic.lab._run import Echo, Run, Runs, Seat, seats
 
+NAMESPACES = Path("/run/netns")  # where `ip netns` keeps their names
 _MOST_HOSTS = 250  # addresses of 10.77.0.0/24
 _FIRST_PORT = 29500  # torchrun's
+
+
+def new_name() -> str:
+    """laconic-PID-START-TOKEN: a process, when it started (PIDs come again), and a lab of its."""
+    pid = os.getpid()
+    return f"laconic-{pid}-{_started(pid)}-{secrets.token_hex(3)}"
+
+
+def abandoned() -> list[str]:
+    """Namespaces with such names whose process has ended."""
+    found = []
+    for path in NAMESPACES.glob("laconic-*-*-*"):
+        parts = path.name.split("-")
+        if len(parts) < 4 or not (parts[1].isdigit() and parts[2].isdigit()):
+            continue
+        if _started(int(parts[1])) != int(parts[2]):
+            found.append(path.name)
+    return found
+
+
+def _started(pid: int) -> int:
+    """When the process started, in the kernel's ticks; -1 if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
+    return int(text.rpartition(")")[2].split()[19])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +100,36 @@ class Lab:
         _signals.close_last(self._open)
 
 
-class Network:
+class _Starter(ABC):
+    """What starts ranks."""
+
+    _runs: Runs
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        ranks_per_host: int = 1,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        talk: bool = False,
+        echo: Echo | None = None,
+    ) -> Run:
+        """Start the command on every host, with the variables that torchrun would set.
+
+        It inherits our environment, with `env` on top. The first ranks are those of the first host.
+        `echo(rank, line)` is called with every line of output as it is written.
+        """
+        check_count("ranks_per_host", ranks_per_host, 1000)
+        places = self._seats(ranks_per_host)
+        return self._runs.start(places, command, env=env, cwd=cwd, talk=talk, echo=echo)
+
+    @abstractmethod
+    def _seats(self, ranks_per_host: int) -> list[Seat]:
+        """Where each rank starts."""
+
+
+class Network(_Starter):
     """The hosts of a lab that exists."""
 
     def __init__(self, hosts: int) -> None:
@@ -108,31 +166,15 @@ class Network:
         """Bytes that every host has sent and received."""
         return tuple(host.counters() for host in self.hosts)
 
-    def start(
-        self,
-        command: Sequence[str],
-        *,
-        ranks_per_host: int = 1,
-        env: Mapping[str, str] | None = None,
-        cwd: str | os.PathLike[str] | None = None,
-        talk: bool = False,
-        echo: Echo | None = None,
-    ) -> Run:
-        """Start the command on every host, with the variables that torchrun would set.
-
-        It sees our environment, `env` on top. All ranks of the first host come first. `echo(rank,
-        line)` is given every line as it is written.
-        """
-        check_count("ranks_per_host", ranks_per_host, 1000)
+    def _seats(self, ranks_per_host: int) -> list[Seat]:
         enter = (find("ip") or "ip", "netns", "exec")
-        places = seats(
+        return seats(
             prefixes=[(*enter, host.namespace) for host in self.hosts],
             ranks_per_host=ranks_per_host,
             address=self.hosts[0].address,
             port=_FIRST_PORT + len(self._runs),  # the last run's may not be free yet
             interface=INTERFACE,
         )
-        return self._runs.start(places, command, env=env, cwd=cwd, talk=talk, echo=echo)
 
     def close(self) -> None:
         """Kill what runs on the hosts and remove them; done twice, it does nothing."""
@@ -172,3 +214,53 @@ def _end(pid: int) -> None:
             wait_for_any([descriptor])
         finally:
             os.close(descriptor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loopback:
+    """Stands in for a Lab where `missing()` says no: processes, but no hosts, no shaped links."""
+
+    hosts: int
+    _open: list[tuple[LoopbackNetwork, dict[Any, Any]]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        check_count("hosts", self.hosts, 1000)
+
+    def __enter__(self) -> LoopbackNetwork:
+        """Nothing is made yet."""
+        network = LoopbackNetwork(self.hosts)
+        self._open.append((network, _signals.unwind_on_signals()))
+        return network
+
+    def __exit__(self, *error: object) -> None:
+        """Kill what runs."""
+        _signals.close_last(self._open)
+
+
+class LoopbackNetwork(_Starter):
+    """Starts ranks as a lab's Network does, each its own host by name only."""
+
+    def __init__(self, hosts: int) -> None:
+        self._hosts = hosts
+        self._runs = Runs()
+
+    def _seats(self, ranks_per_host: int) -> list[Seat]:
+        return seats(
+            prefixes=[()] * self._hosts,
+            ranks_per_host=ranks_per_host,
+            address="127.0.0.1",
+            port=_free_port(),
+            interface="lo",
+        )
+
+    def close(self) -> None:
+        """Kill what runs; done twice, it does nothing."""
+        self._runs.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

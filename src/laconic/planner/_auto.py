@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.codecs._memory import Scratch
+from laconic._scratch import Scratch
+from laconic.comm._agreement import require_same_settings
+from laconic.comm._threads import lanes
 from laconic.errors import ConfigError
-from laconic.exchanges._agree import agree
-from laconic.exchanges._lane import lanes
+from laconic.exchanges import pair
 from laconic.exchanges._policy import Chooser
 from laconic.exchanges._preconditioner import preconditioner_of
-from laconic.integrations._bucket_order import Bucket
-from laconic.integrations._choices import check_warmup
-from laconic.integrations._common import Stats
+from laconic.integrations._buckets import Bucket
 from laconic.integrations._compress import check_free, not_parallel, unwrapped
 from laconic.integrations._ddp import (
     comm_hook,
@@ -32,15 +31,22 @@ from laconic.integrations._ddp import (
     renew_units,
 )
 from laconic.integrations._fsdp import is_fsdp
+from laconic.integrations._handle import Stats, check_warmup
 from laconic.integrations._state import HookState
-from laconic.planner._auto_candidates import ERROR, families_of, group_of, measurable
-from laconic.planner._auto_course import MEASURED, Ask, Candidate, Course, Do, Field
-from laconic.planner._auto_decide import PLAIN, Report
-from laconic.planner._auto_look import Looking
-from laconic.planner._auto_meter import Meter
-from laconic.planner._auto_shared import Shared
+from laconic.planner._auto_decide import PLAIN_DDP, Candidate, Report
+from laconic.planner._auto_measure import GradientProfiler, RankNumbers, StepTimer
+from laconic.planner._auto_schedule import (
+    MEASURED,
+    Candidates,
+    Gather,
+    StepAction,
+    TrialSchedule,
+)
 
-_AHEAD = 2  # steps from sharing numbers to using them
+ERROR = 0.08  # of the mean: what training does not notice
+_WIDTHS = (2, 3, 4, 8)
+_MAX_SUMMED = 127  # ranks: more do not fit into int8
+_DELAY = 2  # steps from sharing numbers to using them
 _log = logging.getLogger("laconic")
 
 
@@ -54,13 +60,13 @@ def auto(
     warmup_steps: int = 0,
     seed: int = 0,
     timeout_s: float | None = None,
-    meter: Meter | None = None,
+    timer: StepTimer | None = None,
 ) -> Auto:
-    """Let a DDP model's gradients travel in the way that is found to be fastest.
+    """Exchange a DDP model's gradients in the way that is found to be fastest.
 
-    `error` (0.08) is the most that the mean of gradients may be off, relative to its square;
-    `candidates` are texts to choose from instead of the usual ones, and plain DDP is always among
-    them. Without `error` all of those may be used. `meter` measures times.
+    `error` (0.08) is the largest relative squared error of the averaged gradient; `candidates` are
+    specs to choose from instead of the usual ones, and plain DDP is always among them. Without
+    `error` all of those may be used. `timer` measures times.
     """
     model = unwrapped(model)
     if not isinstance(model, DistributedDataParallel):
@@ -76,174 +82,197 @@ def auto(
     check_warmup(warmup_steps)
     handle = Auto(
         model,
-        families=families_of(model, error, candidates),
+        _families(model, error, candidates),
         error=error if error is not None else ERROR if candidates is None else math.inf,
-        optimizer=optimizer,
-        policy=policy,
         warmup_steps=warmup_steps,
-        seed=seed,
         timeout_s=timeout_s or 300.0,
-        meter=meter,
+        timer=timer,
+        policy=policy,
+        seed=seed,
+        optimizer=preconditioner_of(optimizer),
     )
     model.register_comm_hook(handle, _hook)
     return handle
 
 
+def _families(
+    model: DistributedDataParallel, error: float | None, candidates: Sequence[str] | None
+) -> list[list[str]]:
+    """Specs beside plain DDP; of each list, the first that fits the error is tried."""
+    if candidates is not None:
+        if isinstance(candidates, str) or not all(isinstance(one, str) for one in candidates):
+            raise ConfigError(
+                f'candidates= are specs of codecs, such as ("none", "fp16"), not {candidates!r}'
+            )
+        return [[spec] for spec in dict.fromkeys(candidates) if not pair(spec)[0].lossless]
+    budget = ERROR if error is None else error
+    found = [[f"ecdq:error={float(budget)!r}"], [f"dqsg:bits={bits}" for bits in _WIDTHS]]
+    if any(p.requires_grad and p.element_size() > 2 for p in model.module.parameters()):
+        found.insert(0, ["fp16"])
+    if _group_of(model).size() <= _MAX_SUMMED:
+        found.append(["global:bits=8"])
+    return found
+
+
+def _group_of(model: DistributedDataParallel) -> dist.ProcessGroup:
+    """The process group that DDP adds gradients up in."""
+    assert isinstance(model.process_group, dist.ProcessGroup)
+    return model.process_group
+
+
 class Auto:
     """What the hook of an "auto" model knows; `lc.compress(model, "auto")` makes one.
 
-    One hook hands each bucket to the strategy of the step (`Course`). Strategies share threads and
-    process groups; numbers that ranks compare travel as the strategy's buckets do, before the last
-    of them, so that collectives come in one order everywhere.
+    One hook hands each bucket to the strategy of the step (`TrialSchedule`). Strategies share
+    threads and process groups; numbers that ranks compare travel as the strategy's buckets do,
+    before the last of them, so that collectives come in one order everywhere.
     """
 
     def __init__(
         self,
         model: DistributedDataParallel,
-        *,
         families: Sequence[Sequence[str]],
+        *,
         error: float,
-        optimizer: Any,
-        policy: Chooser | None,
         warmup_steps: int,
-        seed: int,
         timeout_s: float,
-        meter: Meter | None,
+        timer: StepTimer | None,
+        **settings: Any,
     ) -> None:
-        module, self._group = model.module, group_of(model)
+        """`settings` are those that all strategies share, as `HookState` takes them."""
+        module, self._group = model.module, _group_of(model)
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         own = lanes(self._group, self._device, timeout_s)
-        said = " ".join(spec for family in families for spec in family)
-        wanted = {"error": str(error), "candidates": said, "warmup_steps": str(warmup_steps)}
-        agree(wanted, own[0].group, self._device)
-        self._states: dict[str, HookState] = {}
-        units = preconditioner_of(optimizer)
-        for spec in (PLAIN, *(spec for family in families for spec in family)):
-            self._states[spec] = HookState(
-                module,
-                spec,
-                policy=policy,
-                seed=seed,
-                group=self._group,
-                lanes=own,
-                optimizer=units,
-            )
-        self._share_out()
-        self._meter = Meter(self._device) if meter is None else meter
+        specs = [spec for family in families for spec in family]
+        wanted = {
+            "error": str(error),
+            "candidates": " ".join(specs),
+            "warmup_steps": str(warmup_steps),
+        }
+        require_same_settings(wanted, own[0].group, self._device)
+        self._states = {
+            spec: HookState(module, spec, group=self._group, lanes=own, **settings)
+            for spec in (PLAIN_DDP, *specs)
+        }
+        self._share_buffers()
+        self._timer = StepTimer(self._device) if timer is None else timer
         self._size = self._group.size()
-        field = Field(
-            families=tuple(tuple(map(self._candidate, family)) for family in families),
+        candidates = Candidates(
+            families=tuple(tuple(map(Candidate.of, family)) for family in families),
             error=error,
         )
-        self._course = Course(field, warmup_steps)
-        self._do: Do | None = None  # what is done in the step that is under way
-        self._asked: dict[int, Shared] = {}  # by the step that they are for
-        self._looking: Looking | None = None
-        self._sizes: dict[int, tuple[int, int, int]] = {}
-        self._plain_bytes = self._looked_bytes = 0
+        self._schedule = TrialSchedule(candidates, warmup_steps)
+        self._profiler = GradientProfiler(
+            self._states[PLAIN_DDP], candidates.measurable, self._timer.now
+        )
+        self._action: StepAction | None = None  # what is done in the step that is under way
+        self._gathered: dict[int, RankNumbers] = {}  # by the step that they are for
+        self._plain_bytes = self._profiled_bytes = 0
 
     @property
     def choice(self) -> str:
         """The strategy that is used outside of trials; "none" is plain DDP."""
-        return self._course.choice
+        return self._schedule.choice
 
     def __repr__(self) -> str:
-        return str(self.report() or f"auto: {self._course.step} steps so far, nothing chosen yet")
+        return str(self.report() or f"auto: {self._schedule.step} steps so far, nothing chosen yet")
 
     def report(self) -> Report | None:
         """What the last trial measured, and why it ended so; None before the first has."""
-        return self._course.report
+        return self._schedule.report
 
     def stats(self) -> Stats:
         """Bytes so far, of all strategies together; times are those of compressed steps."""
         stats = self._states[self.choice].stats()
         ring = 2 * (self._size - 1) / self._size
-        plain, looked = (round(ring * count) for count in (self._plain_bytes, self._looked_bytes))
+        plain, profiled = (
+            round(ring * count) for count in (self._plain_bytes, self._profiled_bytes)
+        )
         return replace(
             stats,
-            steps=self._course.step + (self._do is None),
+            steps=self._schedule.step + (self._action is None),
             sent_bytes=stats.sent_bytes + plain,
-            plain_bytes=stats.plain_bytes + plain + looked,
+            plain_bytes=stats.plain_bytes + plain + profiled,
         )
 
     def close(self) -> None:
-        """Give threads, connections and process groups back; on all ranks, behind the last step.
+        """Give threads, connections and process groups back; on all ranks, after the last step.
 
         It also happens when the process ends.
         """
-        self._states[PLAIN].close()  # all share its lanes
+        self._states[PLAIN_DDP].close()  # all share its lanes
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved, on every rank, to go on: the step, the choice, and its memories."""
+        """What must be saved, on every rank, to resume: the step, the choice, its residuals."""
         hook = self._states[self.choice]
-        hook.step = self._course.step + 1
-        return {"course": self._course.state_dict(), "hook": hook.state_dict()}
+        hook.step = self._schedule.step + 1
+        return {"course": self._schedule.state_dict(), "hook": hook.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the choice of a state_dict, without a new trial."""
+        """Continue with the choice of a state_dict, without a new trial."""
         choice = state["course"]["choice"]
         if choice not in self._states:
             raise ConfigError(
-                f"this state goes on with {choice}, which is not among the candidates: "
+                f"this state continues with {choice}, which is not among the candidates: "
                 f"{', '.join(self._states)}"
             )
-        self._course.load_state_dict(state["course"])
-        self._asked.clear()
-        self._let_go()
+        self._schedule.load_state_dict(state["course"])
+        self._gathered.clear()
+        self._release()
         self._states[choice].load_state_dict(state["hook"])
         for one in self._states.values():
-            one.passes = None
+            one.optimizers.passes = None
 
-    def hand(self, bucket: Any) -> Future[Tensor]:
+    def exchange(self, bucket: Any) -> Future[Tensor]:
         """Start the exchange of one of DDP's buckets."""
-        plain = self._states[PLAIN]
+        plain = self._states[PLAIN_DDP]
         if bucket.index() == 0:
             raise_after_backward(plain.lanes)
             if not in_backward():  # nor do those strategies count that others use meanwhile
                 for state in self._states.values():
-                    state.passes = None
-        return plain.order.exchange(bucket, self._course.step + (self._do is None), self._hand)
+                    state.optimizers.passes = None
+        step = self._schedule.step + (self._action is None)
+        return plain.order.exchange(bucket, step, self._exchange)
 
-    def _hand(self, bucket: Bucket) -> Future[Tensor]:
+    def _exchange(self, bucket: Bucket) -> Future[Tensor]:
         """The strategy of the step takes a bucket."""
-        buffer, last, plain = bucket.buffer(), bucket.is_last(), self._states[PLAIN]
-        do = self._do or self._begin()
-        if do.ask is not None and not buffer.is_sparse:
-            self._measure_sizes(bucket)
+        buffer, last, plain = bucket.buffer(), bucket.is_last(), self._states[PLAIN_DDP]
+        action = self._action or self._begin()
+        if action.gather is not None and not buffer.is_sparse:
+            self._profiler.measure(bucket)
         if last:
-            self._meter.last()
-            if do.ask is not None:
-                self._share(do, bucket)
-            self._do = None
+            self._timer.last()
+            if action.gather is not None:
+                self._share(action.spec, action.gather, bucket)
+            self._action = None
         if buffer.is_sparse:
             return self._sparse(bucket, last)
-        if do.look:
-            renew_units(plain, buffer, self._course.step)
-            return self._look(bucket)
-        if do.spec == PLAIN:
+        if action.profile:
+            renew_units(plain, buffer, self._schedule.step)
+            self._profiled_bytes += buffer.numel() * buffer.element_size()
+            return self._profiler.exchange(bucket)
+        if action.spec == PLAIN_DDP:
             return self._plain(buffer, last)
-        state = self._states[do.spec]
-        state.step = self._course.step
+        state = self._states[action.spec]
+        state.step = self._schedule.step
         return exchange_bucket(state, bucket)
 
     def one_by_one(self, bucket: tuple[Tensor, Tensor]) -> Future[Tensor]:
         """A compiled DDP with the Python reducer has no buckets and no steps: plain means."""
-        return comm_hook(self._states[PLAIN], bucket)
+        return comm_hook(self._states[PLAIN_DDP], bucket)
 
-    def _begin(self) -> Do:
+    def _begin(self) -> StepAction:
         """A step's first bucket is there: what is to be done with this step?"""
-        course, shared = self._course, self._asked.pop(self._course.step + 1, None)
-        self._do = do = course.next(None if shared is None else shared.table())
-        if course.news is not None:
-            self._tell(course.news)
-            course.news = None
-        self._meter.first(do.spec)
-        return do
-
-    def _tell(self, report: Report) -> None:
-        self._let_go()
-        if self._group.rank() == 0:
-            _log.info("%s", report)
+        schedule = self._schedule
+        numbers = self._gathered.pop(schedule.step + 1, None)
+        self._action = action = schedule.next(None if numbers is None else numbers.table())
+        if schedule.news is not None:
+            self._release()
+            if self._group.rank() == 0:
+                _log.info("%s", schedule.news)
+            schedule.news = None
+        self._timer.first(action.spec)
+        return action
 
     def _plain(self, buffer: Tensor, last: bool) -> Future[Tensor]:
         """As DDP does it without a hook: multiplied by 1/n, then added up."""
@@ -254,104 +283,56 @@ class Auto:
 
     def _sparse(self, bucket: Bucket, last: bool) -> Future[Tensor]:
         """No strategy encodes it."""
-        done = exchange_bucket(self._states[PLAIN], replace(bucket, last=False))
+        done = exchange_bucket(self._states[PLAIN_DDP], replace(bucket, last=False))
         if last:
-            done.add_done_callback(lambda _: self._meter.end())
+            done.add_done_callback(lambda _: self._timer.end())
         return done
 
     def _ended(self, done: Future[list[Tensor]]) -> Tensor:
-        self._meter.end()
+        self._timer.end()
         return done.value()[0]
 
-    def _look(self, bucket: Any) -> Future[Tensor]:
-        if self._looking is None:
-            looked_at = self._course.field.looked_at
-            pairs = [(self._states[c.spec].codec, self._states[c.spec].exchange) for c in looked_at]
-            self._looking = Looking(self._states[PLAIN], pairs, self._meter.now)
-        buffer = bucket.buffer()
-        self._looked_bytes += buffer.numel() * buffer.element_size()
-        loaded = {index: sizes[0] for index, sizes in self._sizes.items()}
-        largest = max(loaded, key=loaded.__getitem__)
-        return self._looking.hook(bucket, bucket.index() == largest and loaded[largest] > 0)
-
-    def _measure_sizes(self, bucket: Any) -> None:
-        """Values that would be encoded, all, and bytes; for the looks at a later step."""
-        if bucket.index() == 0:
-            self._sizes.clear()
-        plan, buffer = self._states[PLAIN].plan(bucket.parameters()), bucket.buffer()
-        encoded = sum(piece.numel for load in plan.loads for piece in load.pieces)
-        self._sizes[bucket.index()] = encoded, buffer.numel(), buffer.element_size()
-
-    def _share(self, do: Do, bucket: Any) -> None:
+    def _share(self, spec: str, gather: Gather, bucket: Bucket) -> None:
         """Own numbers to all ranks, before the last bucket and in the way that it will go."""
-        assert do.ask is not None
         lane = None
-        if do.spec != PLAIN:
-            own = self._states[do.spec].lanes
+        if spec != PLAIN_DDP:
+            own = self._states[spec].lanes
             lane = own[bucket.index() % len(own)]
-        shared = Shared(self._numbers(do.ask), self._group, lane, bucket.buffer().device)
-        self._asked[self._course.step + _AHEAD] = shared
+        numbers = RankNumbers(self._numbers(gather), self._group, lane, bucket.buffer().device)
+        self._gathered[self._schedule.step + _DELAY] = numbers
 
-    def _numbers(self, ask: Ask) -> list[float]:
-        meter = self._meter
-        if ask.what == "window":
-            return [meter.typical(ask.specs[0])]
-        if ask.what == "looks":
-            return self._looked()
-        meter.settle()
-        if ask.what == "times":
-            return [one for spec in ask.specs for one in meter.times(spec, MEASURED)]
-        return [
-            one
-            for moments in (meter.times, meter.waits, meter.spans)
-            for one in moments(PLAIN, MEASURED)
-        ]
+    def _numbers(self, gather: Gather) -> list[float]:
+        timer = self._timer
+        if gather.what == "window":
+            return [timer.typical(gather.specs[0])]
+        if gather.what == "profiles":
+            return self._profiler.wait().pack()
+        timer.settle()
+        if gather.what == "times":
+            return [one for spec in gather.specs for one in timer.times(spec, MEASURED)]
+        kinds = timer.times, timer.waits, timer.spans
+        return [one for kind in kinds for one in kind(PLAIN_DDP, MEASURED)]
 
-    def _looked(self) -> list[float]:
-        """Wait for this rank's looks to end; what they found."""
-        looking, self._looking = self._looking, None
-        assert looking is not None
-        looks = looking.wait()
-        encoded = sum(sizes[0] for sizes in self._sizes.values())
-        rest = sum((every - part) * width for part, every, width in self._sizes.values())
-        plain = sum(every * width for _, every, width in self._sizes.values())
-        last = self._sizes[max(self._sizes)]
-        found = [*looking.squares(), encoded, rest, plain, last[1] * last[2] / plain]
-        for look in looks:
-            found += [look.error, look.bytes_per_value, look.seconds_per_value]
-        return found
-
-    def _candidate(self, spec: str) -> Candidate:
-        codec, exchange = self._states[spec].codec, self._states[spec].exchange
-        return Candidate(
-            spec=spec,
-            exchange=exchange.name,
-            budget=codec.budget,
-            measurable=measurable(codec),
-        )
-
-    def _share_out(self) -> None:
-        """One room for buffers, and one order of buckets, for all strategies."""
-        scratch, order = Scratch(), self._states[PLAIN].order
+    def _share_buffers(self) -> None:
+        """One scratch, and one order of buckets, for all strategies."""
+        scratch, order = Scratch(), self._states[PLAIN_DDP].order
         order.settled = 0  # nothing is chosen yet, and plain steps are DDP's own
         for state in self._states.values():
-            state.scratch, state.order = scratch, order
+            state.session.scratch, state.order = scratch, order
 
-    def _let_go(self) -> None:
-        """Buffers that the choice may not need, and the memories of all others."""
-        self._share_out()
+    def _release(self) -> None:
+        """Free buffers that the choice may not need, and what all others remember."""
+        self._share_buffers()
         for spec, state in self._states.items():
             if spec != self.choice:
-                state.memory, codec = {}, state.codec
-                if codec.remembers:
-                    codec.reset()  # pyright: ignore[reportAttributeAccessIssue]
+                state.session.memory.reset()
 
 
 def _hook(state: Auto, bucket: Any) -> Future[Tensor]:
     """DDP's hook: returns at once, but for steps that decide."""
     if isinstance(bucket, tuple):
         return state.one_by_one(bucket)
-    return state.hand(bucket)
+    return state.exchange(bucket)
 
 
 # DDP compares these with the objects themselves, which postponed annotations are not

@@ -6,22 +6,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
+from laconic._cost import Cluster, CodecCost, Workload
+from laconic._spec import to_spec
 from laconic._units import rate
 from laconic.codecs import codec
 from laconic.errors import ConfigError
-from laconic.planner._cluster import Cluster, CodecCost, Workload
-from laconic.planner._names import short
-from laconic.planner._predict import Prediction, predict
-from laconic.planner._step_time import step_seconds
-from laconic.planner._strategy import Strategy, cost_of
+from laconic.exchanges import exchange, exchanges
+from laconic.planner._predict import Prediction, predict, step_seconds
+from laconic.planner._strategy import Strategy, short
+from laconic.schedules._costs import schedule_costs
 
-PLAIN = Strategy()
+PLAIN_DDP = Strategy()
 SLOWEST_BIT_S, FASTEST_BIT_S = 1e3, 100e12
-_SSD_PERIOD, _LOCAL_PERIOD = 4, 8
-_FEW = 8  # ranks: with more, sending everything to everyone never pays
-_RING = 16  # ranks: with more, sums that widen are wider than what they save
 _NEAR = 1.03  # times faster: less is not worth a line of code, or this model's trust
 _PRECISION = 0.01  # of a break-even rate
 
@@ -146,10 +144,10 @@ def plan(
     if not 0 < error < math.inf:
         raise ConfigError(f"error is the NMSE that you allow, above 0 (0.1, say), not {error!r}")
     given = sensible(cluster) if strategies is None else strategies
-    usable = dict.fromkeys([PLAIN, *given])
+    usable = dict.fromkeys([PLAIN_DDP, *given])
     link = link_bit_s or 8 * max(line.per_s for line in cluster.flat.allreduce)
     curves = Curves(workload, at or cluster.faster)
-    plain_s = curves.seconds(PLAIN, 1.0)
+    plain_s = curves.seconds(PLAIN_DDP, 1.0)
     choices, above = [], []
     for strategy in usable:
         found = predict(strategy, cluster, workload)
@@ -160,7 +158,7 @@ def plan(
             code=_code(strategy, workload),
             prediction=found,
             speedup=plain_s / found.step_s,
-            changes_training=strategy.schedule != "every-step",
+            changes_training=strategy.timing.changes_training,
             break_even=break_even(strategy, curves, link) if searched else None,
         )
         (choices if within else above).append(choice)
@@ -178,7 +176,7 @@ def plan(
 def _code(strategy: Strategy, workload: Workload) -> str:
     """The line to write; an optimizer that divides by a second moment is handed over in it."""
     code = named(strategy, strategy.code)
-    over = workload.adaptive and strategy.schedule == "every-step" and not strategy.plain
+    over = workload.adaptive and not (strategy.plain or strategy.timing.changes_training)
     return f"{code[:-1]}, optimizer=optimizer)" if over else code
 
 
@@ -192,29 +190,24 @@ def sensible(cluster: Cluster) -> list[Strategy]:
     found = []
     for cost in cluster.codecs:
         found += _every_step(cost, cluster)
-        own = codec(cost.spec)
-        if own.budget is not None or own.name == "dqsg":
-            ssd = Strategy(codec=cost.spec, schedule="ssd", period=_SSD_PERIOD)
-            local = Strategy(codec=cost.spec, schedule="local", period=_LOCAL_PERIOD)
-            found += [ssd, local]
+        for timing in (one for kind in schedule_costs() for one in kind.planned()):
+            if cost.spec.startswith(timing.planned_with):
+                found.append(Strategy(codec=cost.spec, schedule=to_spec(timing)))
     return [strategy for strategy in found if _possible(strategy, cluster)]
 
 
 def _every_step(cost: CodecCost, cluster: Cluster) -> Iterator[Strategy]:
     yield Strategy(codec=cost.spec)
-    if cluster.inside is not None:
-        yield Strategy(codec=cost.spec, exchange="hierarchical")
-    own: Any = codec(cost.spec)
-    if cluster.workers <= _FEW and not own.summable:
-        yield Strategy(codec=cost.spec, exchange="allgather")
-    if cluster.workers <= _RING and own.name == "global" and own.summable and not own.subtract:
-        yield Strategy(codec=cost.spec, exchange="ring")
+    own = codec(cost.spec)
+    for name in exchanges():
+        if exchange(name).planned(own, cluster):
+            yield Strategy(codec=cost.spec, exchange=name)
 
 
 def _possible(strategy: Strategy, cluster: Cluster) -> bool:
     """Whether the integers of its codec hold the sum of so many workers."""
     try:
-        cost_of(strategy, cluster)
+        strategy.cost(cluster)
     except ConfigError:
         return False
     return True
@@ -237,7 +230,7 @@ def break_even(strategy: Strategy, curves: Curves, link_bit_s: float) -> BreakEv
 
     def beats(bit_s: float) -> bool:
         times = bit_s / link_bit_s
-        return curves.seconds(strategy, times) < curves.seconds(PLAIN, times) * (1 - 1e-9)
+        return curves.seconds(strategy, times) < curves.seconds(PLAIN_DDP, times) * (1 - 1e-9)
 
     low, high = SLOWEST_BIT_S, FASTEST_BIT_S
     slow, fast = beats(low), beats(high)

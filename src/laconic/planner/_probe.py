@@ -6,7 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
@@ -14,18 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from laconic._cost import Cluster, Links, Workload
 from laconic._files import Kind, read_json, write_made
 from laconic._records import numbers, record
 from laconic._version import __version__
+from laconic.comm._threads import lane_count
 from laconic.errors import ConfigError
-from laconic.exchanges._hierarchical import _team
-from laconic.exchanges._lane import lane_count
-from laconic.exchanges._nodes import agreed_nodes, device_of
-from laconic.planner._clock import Clock
-from laconic.planner._cluster import Cluster, Links, Workload
+from laconic.exchanges._hierarchical import _team, agreed_nodes, device_of
+from laconic.planner._probe_cluster import Clock, probe_device, probe_links
 from laconic.planner._probe_codecs import Sample, probe_codec
-from laconic.planner._probe_device import probe_device
-from laconic.planner._probe_links import probe_links
 from laconic.planner._probe_model import Setup, probe_model
 
 CODECS = (
@@ -40,7 +37,19 @@ CODECS = (
     "ecdq:error=0.08",
     "ecdq:error=0.08,coder=rans",
 )
-_FORMAT = 1
+_FORMAT = 2
+_RENAMED = {  # since format 1
+    "cluster.device": {
+        "room": "slots",
+        "drain": "wire_cpu_share",
+        "pace": "overlap_bandwidth",
+        "start_pace": "overlap_starts",
+    },
+    **{
+        f"cluster.{links}": {"swap": "all_to_all", "hop": "sendrecv"}
+        for links in ("flat", "inside", "between")
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +82,10 @@ class Probe:
     @staticmethod
     def parse(found: dict[str, Any]) -> Probe:
         """From what JSON holds; ValueError says which value cannot be."""
-        if isinstance(found, dict) and found.get("format", _FORMAT) != _FORMAT:
+        if isinstance(found, dict) and found.get("format", _FORMAT) not in (1, _FORMAT):
             other = shortened(found["format"])
-            raise ConfigError(f"a probe of format {other}, not {_FORMAT}: probe anew")
-        made: Probe = record(Probe, found)
+            raise ConfigError(f"a probe of format {other}, not 1 or {_FORMAT}: probe anew")
+        made: Probe = replace(record(Probe, _renamed(found)), format=_FORMAT)
         for where, number in numbers(made):
             # a codec may lose all there is, such as fp16 of values that it cannot hold
             if not 0 <= number < math.inf and not (number == math.inf and ".error" in where):
@@ -90,6 +99,17 @@ class Probe:
         if made.workload is not None and not made.workload.buckets:
             raise ValueError("workload.buckets is empty")
         return made
+
+
+def _renamed(found: Any, where: str = "") -> Any:
+    """With the names of fields that are used now."""
+    if not isinstance(found, dict):
+        return found
+    names = _RENAMED.get(where, {})
+    return {
+        names.get(key, key): _renamed(value, f"{where}.{key}".lstrip("."))
+        for key, value in found.items()
+    }
 
 
 def probe(
@@ -155,4 +175,4 @@ def _levels(clock: Clock, patience_s: float) -> tuple[int, Links | None, Links |
 def _machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads a rank"
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads per rank"

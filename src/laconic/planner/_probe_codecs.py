@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from laconic._key import Key
+from laconic._cost import FREE, CodecCost, LinearCost
 from laconic.codecs import Codec, codec
-from laconic.exchanges import Call
+from laconic.codecs._profiler import CodecProfiler, Quality
+from laconic.comm._context import ExchangeContext
+from laconic.comm._sums import sum_in_place
 from laconic.exchanges._budget import typical_shares
-from laconic.exchanges._transport import sum_in_place
-from laconic.planner._clock import Clock
-from laconic.planner._cluster import CodecCost
-from laconic.planner._line import FREE, Line, fit
+from laconic.planner._probe_cluster import Action, Clock, fitted
 
-# values of a sample: enough for any error, and for a speed behind what a call takes to start
-_MOST_ON_CPU, _MOST_ON_GPU = 1 << 22, 1 << 26
-_NMSE_KEYS = 4
-_COLD = 1 << 23  # values
+# values of a sample: enough for any error, and for a speed beside what a call takes to start
+_MAX_ON_CPU, _MAX_ON_GPU = 1 << 22, 1 << 26
+_KEYS = 4  # over which errors are averaged
+_COLD = 1 << 23  # values that no cache holds
 _REDUCED, _TURNS = 1 << 19, 2  # values that are added up, and how often
 
 
@@ -30,7 +30,7 @@ _REDUCED, _TURNS = 1 << 19, 2  # values that are added up, and how often
 class Sample:
     """Gradients to measure codecs with: this rank's, the mean of all, and the cuts between tensors.
 
-    `kappa` is ‖mean‖²/(average ‖own‖²) over ranks.
+    `kappa` is κ, the gradient agreement: ‖mean‖²/(average ‖own‖²) over ranks.
     """
 
     own: Tensor
@@ -41,7 +41,7 @@ class Sample:
     @staticmethod
     def gaussian(device: torch.device, workers: int) -> Sample:
         """Independent values on all ranks, where no model is given."""
-        values = _most_values(device) // 4
+        values = _max_values(device) // 4
         x = torch.randn(values, device=device)
         return Sample(x, x, (values,), 1 / workers)
 
@@ -56,149 +56,104 @@ class Sample:
 
 
 def probe_codec(spec: str, sample: Sample, clock: Clock, patience_s: float) -> CodecCost:
-    """Bits, errors and lines of one codec; all ranks at once, because they may share cores."""
-    own: Any = codec(spec)
-    n = clock.group.size()
-    sample = sample.head(min(_most_values(clock.device), sample.own.numel()))
-    first, back = map(own.at_share, typical_shares(n, sample.kappa))
-    workers = n if own.summable or hasattr(own, "reduce") else 1
-    tool = _Tool(first, workers, clock)
-    bits, error = tool.quality(sample.own, sample)
-    bits_back, error_back = _Tool(back, workers, clock).quality(sample.mean, sample)
-    bits_once = bits
-    if own.budget is not None:
-        bits_once = _Tool(own, workers, clock).quality(sample.own, sample)[0]
-    encode, decode = tool.lines(sample, patience_s / 2)
+    """Bits, errors and costs of one codec; all ranks at once, because they may share cores."""
+    own = codec(spec)
+    sample = sample.head(min(_max_values(clock.device), sample.own.numel()))
+    first, back = map(own.at_share, typical_shares(clock.group.size(), sample.kappa))
+    out = _quality(first, sample.own, sample, clock)
+    returned = _quality(back, sample.mean, sample, clock)
+    once = out if own.budget is None else _quality(own, sample.own, sample, clock)
+    line = partial(_codec_line, first, sample, clock)
     return CodecCost(
         spec=str(own),
-        bits_out=clock.mean(bits),
-        bits_back=clock.mean(bits_back),
-        bits_once=clock.mean(bits_once),
-        error=clock.mean(error),
-        error_back=clock.mean(error_back),
-        encode=encode,
-        decode=decode,
-        norm=tool.norm_line(sample, patience_s / 4),
-        reduce=tool.reduce_line(sample, patience_s / 4),
+        bits_out=clock.mean(out.bits),
+        bits_back=clock.mean(returned.bits),
+        bits_once=clock.mean(once.bits),
+        error=clock.mean(out.error),
+        error_back=clock.mean(returned.error),
+        encode=line(_encoding, patience_s / 4),
+        decode=line(_decoding, patience_s / 4),
+        norm=line(_norm, patience_s / 4) if own.shared_norm else FREE,
+        reduce=_slower_sum(first, sample, clock)
+        if own.summable
+        else line(_reducing, patience_s / 4)
+        if own.pairwise
+        else FREE,
     )
 
 
-class _Tool:
-    """A codec with what it needs around it."""
-
-    def __init__(self, own: Codec, workers: int, clock: Clock) -> None:
-        self.codec: Any = own
-        self.workers, self.clock = workers, clock
-        self.shared = hasattr(own, "local_norm")
-
-    def key(self, step: int = 0) -> Key:
-        return Key(seed=1, step=step, rank=self.clock.group.rank())
-
-    def encoding(self, x: Tensor, segments: Sequence[int]) -> dict[str, Any]:
-        """Arguments of encode, a buffer among them."""
-        what: dict[str, Any] = {}
-        if self.codec.segmented and len(segments) > 1:
-            what["segments"] = list(segments)
-        if self.shared:
-            norms = self.codec.local_norm(x).view(1).expand(self.workers)
-            what |= {"norm": self.codec.global_norm(norms), "workers": self.workers}
-        room = self.codec.nbytes(x.numel(), x.dtype, what.get("segments"))
-        what["out"] = torch.empty(room, dtype=torch.uint8, device=x.device)
-        return what
-
-    def quality(self, x: Tensor, sample: Sample) -> tuple[float, float]:
-        """Bits a value, and the mean of ‖Q(x) - x‖²/‖x‖² over a few keys."""
-        what, power = self.encoding(x, sample.segments), float(x.float().square().sum())
-        bits, lost = 0.0, 0.0
-        for step in range(_NMSE_KEYS):
-            wire = self.codec.encode(x, self.key(step), **what)
-            decoded = self.codec.decode(wire)
-            bits += 8 * wire.nbytes / max(1, x.numel())
-            lost += float((decoded.float() - x.float()).square().sum())
-        return bits / _NMSE_KEYS, lost / _NMSE_KEYS / power if power else 0.0
-
-    def lines(self, sample: Sample, patience_s: float) -> tuple[Line, Line]:
-        """Of encode and decode."""
-        sizes = _sizes(sample.own.numel())
-        each = patience_s / (2 * len(sizes))
-        encoded, decoded = [], []
-        for size in sizes:
-            part = sample.head(size)
-            what = self.encoding(part.own, part.segments)
-            cold = _copies(part.own)
-            make = lambda what=what, cold=cold: self.codec.encode(next(cold), self.key(), **what)  # noqa: E731
-            encoded.append((size, self.clock.throughput(make, each)))
-            wire = self.codec.encode(part.own, self.key(), **what)
-            read = self._reading(wire, what, part.own)
-            decoded.append((size, self.clock.throughput(read, each)))
-        return fit(encoded), fit(decoded)
-
-    def _reading(self, wire: Any, what: dict[str, Any], x: Tensor) -> Any:
-        cold = _copies(torch.zeros_like(x))
-        if self.codec.summable:
-            payload, keys = wire.payload, [self.key()] * self.workers
-            norm = what.get("norm")
-            return lambda: self.codec.decode_sum(
-                payload, keys, norm=norm, shape=x.shape, dtype=x.dtype, out=next(cold)
-            )
-        return lambda: self.codec.decode(wire, out=next(cold), add=True, weight=0.5)
-
-    def norm_line(self, sample: Sample, patience_s: float) -> Line:
-        """Of the read that a shared scale takes."""
-        if not self.shared:
-            return FREE
-        sizes = _sizes(sample.own.numel())
-        points = []
-        for size in sizes:
-            x = sample.own[:size]
-            look = lambda x=x: self.codec.local_norm(x)  # noqa: E731
-            points.append((size, self.clock.throughput(look, patience_s / len(sizes))))
-        return fit(points)
-
-    def reduce_line(self, sample: Sample, patience_s: float) -> Line:
-        """Of adding two wires, where the codec can; else of a backend that adds payloads."""
-        if self.codec.summable:
-            return self._adding(sample)
-        if not hasattr(self.codec, "reduce"):
-            return FREE
-        sizes = _sizes(sample.own.numel())
-        points = []
-        for size in sizes:
-            x = sample.own[:size]
-            what = self.encoding(x, (size,))
-            what.pop("out")
-            one, two = (self.codec.encode(x, self.key(step), **what) for step in (0, 1))
-            add = lambda one=one, two=two: self.codec.reduce(one, two, self.key(2))  # noqa: E731
-            points.append((size, self.clock.throughput(add, patience_s / len(sizes))))
-        return fit(points)
-
-    def _adding(self, sample: Sample) -> Line:
-        """How much longer an all-reduce of payloads takes than one of as many bytes of fp32.
-
-        Backends add halves and bytes one by one; a link that is slower than that hides the rest.
-        """
-        x = sample.own[:_REDUCED]
-        payload = torch.zeros_like(self.codec.encode(x, self.key(), **self.encoding(x, ())).payload)
-        plain = torch.zeros(payload.numel() * payload.element_size() // 4, device=x.device)
-        call = Call(group=self.clock.group)
-        more = 0.0
-        for _ in range(_TURNS):
-            for one, sign in ((payload, 1), (plain, -1)):
-                seconds = self.clock.seconds(lambda one=one: sum_in_place(one, call), 0.0)
-                more += sign * seconds / _TURNS
-        return Line(start_s=0.0, per_s=x.numel() / more) if more > 0 else FREE
+def _profiler(own: Codec, x: Tensor, sample: Sample, clock: Clock) -> CodecProfiler:
+    n, rank = clock.group.size(), clock.group.rank()
+    return CodecProfiler(own, x, workers=n, segments=sample.segments, rank=rank)
 
 
-def _most_values(device: torch.device) -> int:
-    return _MOST_ON_CPU if device.type == "cpu" else _MOST_ON_GPU
+def _quality(own: Codec, x: Tensor, sample: Sample, clock: Clock) -> Quality:
+    found = _profiler(own, x, sample, clock).quality(_KEYS)
+    return replace(found, error=0.0) if math.isnan(found.error) else found
+
+
+def _codec_line(
+    own: Codec,
+    sample: Sample,
+    clock: Clock,
+    kind: Callable[[CodecProfiler], Action],
+    patience_s: float,
+) -> LinearCost:
+    """Of up to three sizes, a factor of 8 apart."""
+    most = sample.own.numel()
+    sizes = sorted({max(1, min(most, size)) for size in (most, most // 8, most // 64, 512)})[-3:]
+
+    def action_of(size: int) -> Action:
+        part = sample.head(size)
+        return kind(_profiler(own, part.own, part, clock))
+
+    return fitted(sizes, clock, patience_s, action_of)
+
+
+def _encoding(own: CodecProfiler) -> Action:
+    cold = _copies(own.x)
+    return lambda: own.encode(next(cold))
+
+
+def _decoding(own: CodecProfiler) -> Action:
+    wire, cold = own.encode(), _copies(torch.zeros_like(own.x))
+    return lambda: own.read(wire, next(cold))
+
+
+def _norm(own: CodecProfiler) -> Action:
+    return lambda: own.codec.local_norm(own.x)
+
+
+def _reducing(own: CodecProfiler) -> Action:
+    """Adding two wires."""
+    one = own.encode()
+    one = replace(one, buffer=one.buffer.clone())
+    two = own.encode(step=1)
+    return lambda: own.codec.reduce(one, two, own.key(2))
+
+
+def _slower_sum(own: Codec, sample: Sample, clock: Clock) -> LinearCost:
+    """How much longer an all-reduce of payloads takes than one of as many bytes of fp32.
+
+    Backends add halves and bytes one by one; a link that is slower than that hides the rest.
+    """
+    part = sample.head(_REDUCED)
+    payload = torch.zeros_like(_profiler(own, part.own, part, clock).encode().payload)
+    plain = torch.zeros(payload.numel() * payload.element_size() // 4, device=payload.device)
+    context = ExchangeContext(group=clock.group)
+    more = 0.0
+    for _ in range(_TURNS):
+        for one, sign in ((payload, 1), (plain, -1)):
+            seconds = clock.seconds(partial(sum_in_place, one, context), 0.0)
+            more += sign * seconds / _TURNS
+    return LinearCost(start_s=0.0, per_s=part.own.numel() / more) if more > 0 else FREE
+
+
+def _max_values(device: torch.device) -> int:
+    return _MAX_ON_CPU if device.type == "cpu" else _MAX_ON_GPU
 
 
 def _copies(x: Tensor) -> Iterator[Tensor]:
     """One after another, for ever: together they fill more than a cache, as gradients do."""
     count = max(1, _COLD // max(1, x.numel()))
     return cycle(x.repeat(count).split(x.numel() or 1))
-
-
-def _sizes(most: int) -> list[int]:
-    """Up to three, a factor of 8 apart."""
-    return sorted({max(1, min(most, size)) for size in (most, most // 8, most // 64, 512)})[-3:]

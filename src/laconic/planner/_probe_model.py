@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic._cost import Bucket, Workload
 from laconic.errors import ConfigError
 from laconic.exchanges._policy import Chooser, Policy
 from laconic.exchanges._preconditioner import Preconditioner, is_adaptive
 from laconic.kernels import backend
-from laconic.planner._clock import Clock, usual
-from laconic.planner._cluster import Bucket, Workload
+from laconic.planner._probe_cluster import Clock, typical
 from laconic.planner._probe_codecs import Sample
 
 _UNMEASURED, _FEWEST, _MOST = 4, 8, 60  # steps
@@ -105,11 +105,11 @@ def probe_model(
     steps = [_step(replicas, setup.loss, optimizer, seen, clock) for _ in range(count)]
     skew = _skew(lambda: _step(replicas, setup.loss, optimizer, seen, clock), clock, steps)
     forward, backward, rest = (
-        clock.mean(usual([step.spans[i] for step in steps])) for i in range(3)
+        clock.mean(typical([step.spans[i] for step in steps])) for i in range(3)
     )
     buckets = []
     for number, (bucket, encoded) in enumerate(zip(seen.buckets, worth, strict=True)):
-        ready = clock.mean(usual([step.ready[number] for step in steps]))
+        ready = clock.mean(typical([step.ready[number] for step in steps]))
         sizes = [p.numel() for p in bucket]
         kept = sum(size for size, yes in zip(sizes, encoded, strict=True) if yes)
         buckets.append(Bucket(encoded=kept, plain=sum(sizes) - kept, ready_s=min(ready, backward)))
@@ -145,9 +145,9 @@ def _skew(step: Callable[[], _Step], clock: Clock, alone: Sequence[_Step]) -> fl
         return clock.mean(0.0)
 
     count = len(alone)
-    free = clock.mean(usual([sum(one.spans) for one in alone]))
-    meeting = clock.mean(usual([clock.timed(meet) for _ in range(count)]))
-    both = clock.mean(usual([clock.timed(lambda: (step(), meet())) for _ in range(count)]))
+    free = clock.mean(typical([sum(one.spans) for one in alone]))
+    meeting = clock.mean(typical([clock.timed(meet) for _ in range(count)]))
+    both = clock.mean(typical([clock.timed(lambda: (step(), meet())) for _ in range(count)]))
     return max(0.0, both - free - meeting)
 
 

@@ -14,11 +14,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from laconic._cost import (
+    MAX_WORKERS,
+    Cluster,
+    CodecCost,
+    LinearCost,
+    Links,
+    Workload,
+    shared_levels,
+)
 from laconic.codecs import codec
 from laconic.errors import ConfigError
-from laconic.planner._cluster import MOST_WORKERS, Cluster, CodecCost, Links, Workload
-from laconic.planner._levels import level_distance, rounding_error, shared_levels
-from laconic.planner._line import Line
 
 
 def resized(
@@ -28,8 +34,8 @@ def resized(
     n, per_node = cluster.workers, cluster.per_node
     if workers == n:
         return cluster, workload
-    if not 2 <= workers <= MOST_WORKERS:
-        raise ConfigError(f"a plan is for 2 to {MOST_WORKERS} workers, not {workers}")
+    if not 2 <= workers <= MAX_WORKERS:
+        raise ConfigError(f"a plan is for 2 to {MAX_WORKERS} workers, not {workers}")
     if workers % per_node:
         raise ConfigError(
             f"{workers} workers do not fill nodes of {per_node}: give a multiple of {per_node}"
@@ -59,21 +65,19 @@ def _links(links: Links, ranks: int, per_node: int) -> Links:
     more = (ranks - 1) / (links.ranks - 1)
     leaving = (links.ranks - per_node) / (links.ranks - 1) * (ranks - 1) / (ranks - per_node)
 
-    def longer(line: Line) -> Line:
+    def longer(line: LinearCost) -> LinearCost:
         return replace(line, start_s=line.start_s * more)
 
     return Links(
         ranks=ranks,
         allreduce=tuple(map(longer, links.allreduce)),
-        swap=longer(links.swap).faster(leaving),
-        hop=links.hop,
+        all_to_all=longer(links.all_to_all).faster(leaving),
+        sendrecv=links.sendrecv,
     )
 
 
 def _codec(cost: CodecCost, before: int, after: int) -> CodecCost:
     own = codec(cost.spec)
-    if own.name != "global" or not own.summable:
+    if not (own.shared_norm and own.summable):
         return cost
-    coarser = shared_levels(own, before) / shared_levels(own, after)
-    error = rounding_error(level_distance(cost.error) * coarser)
-    return replace(cost, error=error, error_back=error)
+    return cost.with_levels(shared_levels(own, before) / shared_levels(own, after))

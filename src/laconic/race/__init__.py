@@ -1,15 +1,25 @@
-"""Race: the same network, the same data, one strategy after another, and a verdict.
+"""Race: train the same network on the same data with several strategies, and compare.
 
 laconic race --rate 100mbit --strategies fp32,ecdq
 """
 
 from __future__ import annotations
 
+from laconic.race._data import COURSES, Course
 from laconic.race._race import Watcher, race
-from laconic.race._result import Lane, Machine, Parts, Point, Quantized, Race, Settings, Task
+from laconic.race._result import (
+    Lane,
+    Machine,
+    Parts,
+    Point,
+    Quantized,
+    Race,
+    Settings,
+    Task,
+    seconds_to_target,
+    verdict,
+)
 from laconic.race._strategies import DEFAULT, PLAIN, Entry, entries
-from laconic.race._tasks import COURSES, Course
-from laconic.race._verdict import seconds_to_target, verdict
 
 __all__ = [
     "COURSES",

@@ -1,4 +1,6 @@
-"""Pictures to learn from: digits that ship with scikit-learn, or files of a local folder.
+"""Data sets, and the network and hyperparameters for each.
+
+Images to train on: digits that ship with scikit-learn, or files of a local folder.
 
 Pictures stay bytes, and become numbers batch by batch: CIFAR-10 is 0.6 GB as floats, on each rank.
 """
@@ -6,6 +8,7 @@ Pictures stay bytes, and become numbers batch by batch: CIFAR-10 is 0.6 GB as fl
 from __future__ import annotations
 
 import gzip
+import itertools
 import math
 import pickle
 import zlib
@@ -17,11 +20,11 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laconic.errors import ConfigError
 
-_MOST_TESTS = 2000  # pictures: a race tests twenty times, and training waits
+_MOST_TESTS = 2000  # images: a race tests twenty times, and training waits
 _MOST_BYTES = 1 << 30  # of a file's values, unpacked: twenty times Fashion-MNIST's
 _CLASSES = 10
 _FASHION = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
@@ -135,7 +138,7 @@ def _data(
     for pictures, labels in (training, testing):
         if not len(pictures) or len(pictures) != len(labels):
             raise ConfigError(
-                f"the files in {place} hold {len(pictures)} pictures and {len(labels)} labels"
+                f"the files in {place} hold {len(pictures)} images and {len(labels)} labels"
             )
         if labels.min() < 0 or labels.max() >= _CLASSES:
             raise ConfigError(
@@ -171,7 +174,7 @@ def _idx_part(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
     )
     if pictures.shape[1:] != (28, 28) or labels.ndim != 1:
         raise ConfigError(
-            f"{name} in {folder} has pictures of {pictures.shape} and labels of {labels.shape}, "
+            f"{name} in {folder} has images of {pictures.shape} and labels of {labels.shape}, "
             "not of (n, 28, 28) and (n,)"
         )
     return pictures[:, None], labels
@@ -248,3 +251,68 @@ class _ArraysOnly(pickle.Unpickler):
         if (module, name) == ("_codecs", "encode"):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it wants {module}.{name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """A network for a data set, and settings that teach it."""
+
+    network: Callable[[], nn.Module]
+    words: str
+    steps: int
+    batch: int  # of a worker
+    lr: float
+    target: float
+
+
+def _perceptron(*widths: int) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        layers: list[nn.Module] = [nn.Flatten()]
+        for inside, outside in itertools.pairwise(widths):
+            layers += [nn.Linear(inside, outside), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])
+
+    return make
+
+
+def _convolutions() -> nn.Module:
+    widths = (3, 32, 64, 128)
+    layers: list[nn.Module] = []
+    for inside, outside in itertools.pairwise(widths):
+        layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    head = nn.Flatten(), nn.Linear(128 * 4 * 4, 192), nn.ReLU(), nn.Linear(192, 10)
+    return nn.Sequential(*layers, *head)
+
+
+COURSES = {
+    "digits": Course(
+        network=_perceptron(64, 672, 672, 10),
+        words="perceptron 64-672-672-10",
+        steps=80,
+        batch=32,
+        lr=0.2,
+        target=0.97,
+    ),
+    "fashion-mnist": Course(
+        network=_perceptron(784, 512, 256, 10),
+        words="perceptron 784-512-256-10",
+        steps=200,
+        batch=32,
+        lr=0.1,
+        target=0.84,
+    ),
+    "cifar10": Course(
+        network=_convolutions,
+        words="three convolutions of 32, 64 and 128 channels, a hidden layer of 192",
+        steps=400,
+        batch=32,
+        lr=0.05,
+        target=0.5,
+    ),
+}
+
+
+def made(data: str, seed: int) -> nn.Module:
+    """The network at its start, the same on all ranks and for all strategies."""
+    torch.manual_seed(seed)
+    return COURSES[data].network()

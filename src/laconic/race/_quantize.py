@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor, nn
 
 from laconic._key import Key
-from laconic.codecs import codec
+from laconic.codecs import Codec, codec
 from laconic.exchanges._policy import Policy
 from laconic.race._result import Quantized
 
@@ -50,10 +49,10 @@ def family(spec: str) -> str:
     return f"{name}+rans" if "coder=rans" in spec else name
 
 
-def _once(own: Any, x: Tensor, number: int, workers: int) -> tuple[float, float]:
+def _once(own: Codec, x: Tensor, number: int, workers: int) -> tuple[float, float]:
     """Bytes, and |decoded - x|²."""
     shared = {}
-    if hasattr(own, "local_norm"):  # one scale for all workers, who share the levels
+    if own.shared_norm:  # one scale for all workers, who share the levels
         shared = {"norm": own.local_norm(x), "workers": workers}
     wire = own.encode(x, Key(seed=0, tensor=number), **shared)
     return wire.nbytes, float((own.decode(wire) - x).square().sum())

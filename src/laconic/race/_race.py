@@ -1,10 +1,10 @@
-"""The race: workers on hosts with shaped links learn the same, with one strategy after another.
+"""The race: workers on hosts with shaped links train the same network, strategy by strategy.
 
-1. Workers start once, and stay up.
-2. A short probe measures links, codecs and the network: what every strategy should take.
-3. Each strategy begins at the same weights, with the same batches. Its clock runs while it trains,
-   and stands while its weights are tested.
-4. What was found is kept after every strategy, so that a race that was stopped can go on.
+1. Workers start once and keep running.
+2. A short probe measures links, codecs and the network: the expected time of every strategy.
+3. Each strategy starts from the same weights, with the same batches. Its clock runs while it
+   trains, and pauses while its weights are tested.
+4. Results are saved after every strategy, so that an interrupted race can resume.
 """
 
 from __future__ import annotations
@@ -30,12 +30,20 @@ from laconic.errors import ConfigError
 from laconic.lab._rates import parse_rates
 from laconic.planner import Machine as PaperMachine
 from laconic.planner import Paper, Probe, predict
-from laconic.race._data import load
+from laconic.race._data import COURSES, load, made
 from laconic.race._quantize import SPECS
-from laconic.race._result import Lane, Machine, Parts, Point, Quantized, Race, Settings, Task
+from laconic.race._result import (
+    Lane,
+    Machine,
+    Parts,
+    Point,
+    Quantized,
+    Race,
+    Settings,
+    Task,
+    verdict,
+)
 from laconic.race._strategies import SHORT, Entry
-from laconic.race._tasks import COURSES, made
-from laconic.race._verdict import verdict
 
 PROBE_S, PATIENCE_S = 4.0, 300.0
 POINTS = 20  # of a curve
@@ -44,7 +52,7 @@ Network = lab.Network | lab.LoopbackNetwork
 
 @dataclass(frozen=True)
 class Watcher:
-    """What somebody who looks on is told; by default nobody does."""
+    """Callbacks for the progress of a race; by default they do nothing."""
 
     note: Callable[[str], None] = lambda text: None
     planned: Callable[[dict[str, float | None]], None] = lambda seconds: None
@@ -62,9 +70,9 @@ def race(
     watcher: Watcher | None = None,
     force: bool = False,
 ) -> Race:
-    """Race; with `save`, keep what was found there, and resume from it.
+    """Race; with `save`, store results in that file, and resume from it.
 
-    A file there that is no race is an error; with `force` it is replaced.
+    A file there that is not a race is an error; with `force` it is replaced.
     """
     watch = watcher or Watcher()
     kept = _kept(save, settings, force) if save else None
@@ -74,7 +82,7 @@ def race(
         return kept
     if save:
         check_target(save, Kind.RACE, force=force)
-    data = load(settings.data, folder)  # what is wrong with it is better said here than by ranks
+    data = load(settings.data, folder)  # errors are better reported here than by ranks
     counts = {"training": len(data.training), "testing": len(data.testing)}
     lacking = lab.missing()
     where = lab.Loopback(hosts=settings.workers) if lacking else lab.Lab(hosts=settings.workers)
@@ -112,7 +120,7 @@ def race(
 
 
 class _Track:
-    """Workers that are up."""
+    """The running workers."""
 
     def __init__(self, settings: Settings, net: Network, run: lab.Run, watch: Watcher) -> None:
         self.settings, self.net, self.run, self.watch = settings, net, run, watch
@@ -123,7 +131,7 @@ class _Track:
         return [json.loads(line) for line in self.run.receive(timeout_s=PATIENCE_S)]
 
     def probe(self, codecs: list[str]) -> Probe:
-        """What there is to predict from; kernels are warm after it."""
+        """Measurements to predict from; they also warm up the kernels."""
         return Probe.parse(self.ask(probe=codecs, seconds=PROBE_S)[0])
 
     def quantize(self) -> tuple[Quantized, ...]:
@@ -171,7 +179,7 @@ class _Track:
         )
 
     def accuracy(self) -> float:
-        """Of the weights as they are; the clock stands."""
+        """Of the current weights; the clock is paused."""
         return self.ask(test=True)[0]["accuracy"]
 
     def sent(self) -> int:
@@ -185,7 +193,7 @@ class _Track:
 
 
 def _kept(path: Path, settings: Settings, force: bool) -> Race | None:
-    """What an earlier race left, if it was the same one."""
+    """The results of an earlier race with the same settings."""
     if not path.is_file() or not path.stat().st_size:
         return None
     try:
@@ -198,23 +206,23 @@ def _kept(path: Path, settings: Settings, force: bool) -> Race | None:
     differing = [f"{name} {old[name]}, not {new[name]}" for name in old if old[name] != new[name]]
     if differing:
         raise ConfigError(
-            f"{path} holds another race ({'; '.join(differing)}): give the same settings to go on, "
-            "or another file"
+            f"{path} holds another race ({'; '.join(differing)}): give the same settings, or "
+            "another file"
         )
     return kept
 
 
 def _compile(codecs: Sequence[str]) -> None:
-    """Compile the kernels here, once: else every worker does, all at the same time."""
+    """Compile the kernels here, once: otherwise all workers would, at the same time."""
     x = torch.randn(20_000)
     for spec in {*codecs, *SHORT.values(), *SPECS}:
         own: Any = codec(spec)
-        shared = {"norm": own.local_norm(x), "workers": 2} if hasattr(own, "local_norm") else {}
+        shared = {"norm": own.local_norm(x), "workers": 2} if own.shared_norm else {}
         own.decode(own.encode(x, Key(), **shared), out=torch.zeros_like(x), add=True)
 
 
 def _called(choice: str | None) -> str | None:
-    """auto's "none" is no codec, and reads as no choice."""
+    """auto's choice in words: "none" is plain DDP."""
     return "plain DDP" if choice == "none" else choice
 
 
@@ -227,7 +235,7 @@ def _usual_step(points: Sequence[Point]) -> float:
 
 
 def _parts(step_s: float, probe: Probe, counters: Mapping[str, float]) -> Parts:
-    """What computation does not take is codec and wire, as they share the exchange's thread."""
+    """Time beyond computation, divided as codec and communication share the exchange's thread."""
     load = probe.workload
     assert load is not None
     compute = min(step_s, load.forward_s + load.backward_s + load.rest_s + load.skew_s)
@@ -238,7 +246,7 @@ def _parts(step_s: float, probe: Probe, counters: Mapping[str, float]) -> Parts:
 
 
 def _predicted(one: Entry, probe: Probe) -> float | None:
-    """What a step should take; auto is no strategy, and some codecs cannot be probed."""
+    """Predicted time of a step; None for auto, and for codecs that cannot be probed."""
     if one.plan is None or probe.workload is None:
         return None
     try:
@@ -248,7 +256,7 @@ def _predicted(one: Entry, probe: Probe) -> float | None:
 
 
 def _on_paper(probe: Probe, rates_mbit: Sequence[float]) -> Probe:
-    """The same machines with links of the slowest rate, which nobody could measure here."""
+    """The same machines with links of the slowest rate, which cannot be measured here."""
     cluster = probe.cluster
     if not rates_mbit:
         return probe
@@ -256,7 +264,7 @@ def _on_paper(probe: Probe, rates_mbit: Sequence[float]) -> Probe:
         device="cpu",
         per_node=1,
         link_bit_s=1e6 * min(rates_mbit),
-        latency_s=cluster.flat.hop.start_s,
+        latency_s=cluster.flat.sendrecv.start_s,
     )
     flat = Paper(machine=figures, workers=cluster.workers).cluster().flat
     links = replace(cluster, per_node=1, flat=flat, inside=None, between=None)

@@ -1,4 +1,4 @@
-"""What a race found: everything the table, the verdict and the report are made from."""
+"""The results of a race: all that the table, the verdict and the report show."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from laconic._version import __version__
 from laconic.errors import ConfigError
 from laconic.lab._rates import parse_rates
 
+PLAIN = "fp32"  # plain DDP, which the others are compared with
 _FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides the numbers; two races with equal settings can be continued by one another."""
+    """What determines the results; a race can resume one with equal settings."""
 
     data: str  # digits, fashion-mnist or cifar10
     workers: int
@@ -30,7 +31,7 @@ class Settings:
     batch: int  # of a worker
     lr: float
     seed: int
-    target: float  # the accuracy that strategies race to
+    target: float  # the accuracy to reach
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
@@ -57,13 +58,13 @@ class Machine:
     cores: int
     python: str
     torch: str
-    shaped: bool  # links had the rate; if not, predictions are for the rate, times are not
+    shaped: bool  # links had the rate; if not, times are predicted for it
     why_unshaped: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What was learnt."""
+    """The task."""
 
     network: str  # in words
     parameters: int
@@ -73,7 +74,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A moment of training: what a worker had done, and what its weights were worth."""
+    """A moment of training: work done so far, and the accuracy of the weights."""
 
     step: int
     seconds: float  # of training alone
@@ -84,11 +85,11 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Where a step's time goes; they add up to the mean step."""
+    """The parts of the mean step; they add up to it."""
 
     compute_s: float  # the same step without communication
-    codec_s: float  # not hidden behind computation: encoding, decoding, copies
-    wire_s: float  # not hidden: on the wire, or waiting for other workers
+    codec_s: float  # not overlapped with computation: encoding, decoding, copies
+    wire_s: float  # not overlapped: on the wire, or waiting for other workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,3 +178,71 @@ class Race:
             if not steps or steps[0] < 0 or any(a >= b for a, b in pairwise(steps)):
                 raise ValueError(f"the points of {lane.name!r} are not in the order of their steps")
         return made
+
+
+_ALIKE = 1.03  # smaller ratios do not count as a difference
+
+
+def seconds_to_target(race: Race, lane: Lane) -> float | None:
+    """Until the target, if it was reached."""
+    point = lane.reached(race.settings.target)
+    return None if point is None else race.seconds(lane, point)
+
+
+def verdict(race: Race) -> str:
+    """The fastest strategy, compared with plain DDP."""
+    if not race.lanes:
+        return "No strategy has run yet."
+    goal = f"{100 * race.settings.target:g}%"
+    times = {lane.name: seconds_to_target(race, lane) for lane in race.lanes}
+    arrived = {name: s for name, s in times.items() if s is not None}
+    sentence = _sentence(race, arrived, goal)
+    odd = [lane.name for lane in race.lanes if not lane.same_bits]
+    if odd:
+        sentence += f" But replicas of {', '.join(odd)} ended with different weights."
+    return sentence
+
+
+def _sentence(race: Race, arrived: dict[str, float], goal: str) -> str:
+    lanes = {lane.name: lane for lane in race.lanes}
+    if not arrived:
+        best = max(race.lanes, key=lambda lane: lane.accuracy)
+        return (
+            f"No strategy reached {goal} in {race.settings.steps} steps; {best.name} came closest, "
+            f"with {best.accuracy:.1%}: give more --steps or a lower --target."
+        )
+    first = min(arrived, key=lambda name: arrived[name])
+    would = "reached" if race.machine.shaped else "would reach"
+    if len(lanes) == 1 or PLAIN not in lanes:
+        return f"{first} {would} {goal} first, after {arrived[first]:.1f} s{_where(race)}."
+    if PLAIN not in arrived:
+        return (
+            f"{first} {would} {goal} after {arrived[first]:.1f} s{_where(race)}; "
+            f"{PLAIN} did not in {race.settings.steps} steps."
+        )
+    speedup = arrived[PLAIN] / arrived[first]
+    if first == PLAIN or speedup < _ALIKE:
+        return _not_worth_it(race, arrived, goal)
+    ends = [lanes[name].reached(race.settings.target) for name in (PLAIN, first)]
+    sent = [point.sent_bytes if point else 0.0 for point in ends]
+    fewer = f" and sent {_times(sent[0] / sent[1])} fewer bytes" if sent[1] else ""
+    return f"{first} {would} {goal} {_times(speedup)} faster than {PLAIN}{_where(race)}{fewer}."
+
+
+def _not_worth_it(race: Race, arrived: dict[str, float], goal: str) -> str:
+    others = {name: s for name, s in arrived.items() if name != PLAIN}
+    reached = f"{PLAIN} reached {goal} in {arrived[PLAIN]:.1f} s"
+    sentence = f"Compression does not pay off on these links: {reached}"
+    if not others:
+        return f"{sentence}, and no other strategy did in {race.settings.steps} steps."
+    nearest = min(others, key=lambda name: others[name])
+    return f"{sentence}, {nearest} in {others[nearest]:.1f} s."
+
+
+def _where(race: Race) -> str:
+    rate = race.settings.rate
+    return "" if race.machine.shaped else f" over links of {rate} (predicted)"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f}×" if ratio >= 20 else f"{ratio:.1f}×"

@@ -1,4 +1,4 @@
-"""The strategies that race: short names, or any text that `lc.compress` takes."""
+"""The strategies of a race: short names, or any spec that `lc.compress` takes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.codecs._spec import split
+from laconic.codecs._register import split
 from laconic.errors import ConfigError
 from laconic.integrations import compress
 from laconic.planner import Strategy
 from laconic.planner._auto import auto
+from laconic.race._result import PLAIN
 from laconic.schedules import SSD
 
-PLAIN = "fp32"
 SHORT = {
     "fp16": "fp16",
     "qsgd": "qsgd:bits=4",
@@ -34,11 +34,11 @@ class Entry:
 
     name: str
     plan: Strategy | None
-    text: str = ""  # of its codec, as short as it was given
+    text: str = ""  # its codec, as it was given
 
     @property
     def strategy(self) -> str:
-        """As laconic understands it."""
+        """In the planner's words."""
         if self.plan is None:
             return _AUTO
         return str(self.plan).replace(self.plan.codec, self.text) if self.text else str(self.plan)
@@ -52,12 +52,12 @@ class Entry:
 
     @property
     def codec(self) -> str | None:
-        """Its codec's text; None for plain DDP and auto."""
+        """Its codec; None for plain DDP and auto."""
         return None if self.plan is None or self.plan.codec == "none" else self.plan.codec
 
 
 def entry(name: str) -> Entry:
-    """The strategy of that name; ConfigError says what there is."""
+    """The strategy of that name; ConfigError lists the names."""
     if name == PLAIN:
         return Entry(name=name, plan=Strategy())
     if name == _AUTO:
@@ -73,8 +73,8 @@ def entry(name: str) -> Entry:
     except ConfigError as error:
         known = ", ".join(DEFAULT)
         raise ConfigError(
-            f"{name!r} is no strategy: {error}; there are {known}, ssd+CODEC, and all texts of "
-            "lc.compress, such as dqsg:bits=2@allgather"
+            f"{name!r} is not a strategy: {error}; choose from {known}, ssd+CODEC, and all specs "
+            "of lc.compress, such as dqsg:bits=2@allgather"
         ) from error
 
 

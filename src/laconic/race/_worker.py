@@ -25,17 +25,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from laconic.exchanges._ending import wait_for_gloo_threads
+from laconic.comm._closing import wait_for_gloo_threads
 from laconic.planner import Setup, probe
-from laconic.race._data import load
+from laconic.race._data import load, made
 from laconic.race._quantize import quantized
 from laconic.race._result import Settings
 from laconic.race._strategies import entry, turned_on
-from laconic.race._tasks import made
 from laconic.schedules import SSD
 
-_RAMP = 5  # steps until the learning rate is full
-_AT_ONCE = 1000  # test pictures
+_RAMP = 5  # steps of learning-rate warm-up
+_AT_ONCE = 1000  # test images
 _TIMEOUT = timedelta(seconds=120)
 
 
@@ -52,7 +51,7 @@ class Worker:
         self.testing = data.testing.share(self.rank, self.size)
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """Random pictures of this rank's share."""
+        """Random images of this rank's share."""
         index = torch.randint(len(self.training), (self.settings.batch,), generator=self.generator)
         return self.training.at(index)
 
@@ -104,7 +103,7 @@ class Worker:
 
     @torch.no_grad()
     def test(self) -> dict[str, Any]:
-        """All ranks together, each a share of the pictures; of the global weights."""
+        """All ranks together, each a share of the images; of the global weights."""
         right = torch.zeros(())
         with self.shared_weights():
             for first in range(0, len(self.testing), _AT_ONCE):

@@ -1,22 +1,121 @@
-"""The five figures, as plotly's data; report.js paints them and hides what is switched off."""
+"""The five figures, as plotly's data; report.js draws them and hides what is switched off.
+
+Colours are names of the palette. `lanes` of a trace are the strategies that it belongs to: it is
+drawn while one of them is shown. Text is plain text: report.js escapes what plotly would take for
+markup.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from laconic.report import _sentences as sentences
 from laconic.report import _words as words
-from laconic.report._figure import HATCH, Figure, axes, marker, rule, square
-from laconic.report._palette import look
-from laconic.report._tables import Table
+from laconic.report._palette import Look, look
 from laconic.report._view import Row, View, finite
+
+HATCH = {"shape": "/", "size": 6, "solidity": 0.25, "fgcolor": "card", "fillmode": "overlay"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Plain text, the first column naming each row; `texts` counts the columns without numbers."""
+
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    texts: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One of them; without traces it is its sentence alone."""
+
+    id: str
+    title: str
+    short: str  # for links
+    sentence: str
+    table: Table
+    more: Table | None = None
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any] = field(default_factory=dict)
+    key: tuple[tuple[str, str], ...] = ()  # picture (HTML) and words of what the legend lacks
+    scale: bool = False  # a switch between logarithmic and linear x
+    bars: bool = False  # a bar a strategy, one under another
+
+
+def marker(style: Look, size: float) -> dict[str, Any]:
+    """A strategy's, of any size."""
+    return {"color": style.colour, "symbol": style.marker, "size": size, "opacity": 1}
+
+
+def axes(
+    view: View, *, x: str, y: str | None = None, log: str = "", accuracy: bool = False
+) -> dict[str, Any]:
+    """A layout with titles; `log` names the logarithmic axes; accuracy as y, with the target."""
+
+    def axis(title: str | None, *, logarithmic: bool) -> dict[str, Any]:
+        return {
+            "title": {"text": title, "standoff": 12, "font": {"color": "quiet", "size": 13}},
+            "type": "log" if logarithmic else "linear",
+            **({"tickformat": ",~r"} if logarithmic else {}),
+            "tickfont": {"color": "quiet", "size": 12},
+            "gridcolor": "grid",
+            "linecolor": "line",
+            "zeroline": False,
+            "automargin": True,
+        }
+
+    layout: dict[str, Any] = {
+        "xaxis": axis(x, logarithmic="x" in log),
+        "yaxis": axis(y, logarithmic="y" in log),
+        "paper_bgcolor": "card",
+        "plot_bgcolor": "card",
+        "font": {"color": "ink", "size": 13},
+        "hoverlabel": {"bgcolor": "card", "bordercolor": "quiet", "font": {"color": "ink"}},
+        "hovermode": "closest",
+        "showlegend": False,
+        "margin": {"l": 12, "r": 20, "t": 12, "b": 46},
+    }
+    if accuracy:
+        target = view.target
+        layout["yaxis"]["tickformat"] = ".0%"
+        layout["shapes"] = [
+            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": target, "y1": target,
+             "line": {"color": "quiet", "width": 1, "dash": "dot"}}
+        ]  # fmt: skip
+        layout["annotations"] = [
+            {"xref": "paper", "x": 0, "xanchor": "left", "y": target, "yanchor": "bottom",
+             "text": f"target {words.goal(target)}", "showarrow": False,
+             "font": {"color": "quiet", "size": 12}}
+        ]  # fmt: skip
+    return layout
+
+
+def square(colour: str) -> str:
+    """For a key."""
+    stripes = '<path d="M-1 7 7-1M2 13 13 2" stroke="var(--card)" stroke-width="1.4"/>'
+    hatch = stripes if colour == "codec" else ""
+    return (
+        '<svg class="swatch" width="12" height="12" viewBox="0 0 12 12" aria-hidden="true">'
+        f'<path d="M0 0h12v12H0z" fill="var(--{colour})"/>{hatch}</svg>'
+    )
+
+
+def rule(colour: str) -> str:
+    """For a key."""
+    return (
+        '<svg class="swatch" width="24" height="12" viewBox="0 0 24 12" aria-hidden="true">'
+        f'<path d="M0 6h24" stroke="var(--{colour})"/></svg>'
+    )
+
 
 _PARTS = (
     ("compute", "computation", "compute_s"),
     ("codec", "codec", "codec_s"),
-    ("wire", "wire and waiting", "wire_s"),
+    ("wire", "communication and waiting", "wire_s"),
 )
 
 
@@ -49,7 +148,7 @@ def _sent(view: View) -> Figure:
         sentence=sentences.sent(view),
         table=_points(view, title, lambda row, at: words.megabytes(row.lane.points[at].sent_bytes)),
         more=Table(
-            head=("Strategy", "KB a step, counted by laconic", "KB a step, through the link"),
+            head=("Strategy", "KB per step, counted by laconic", "KB per step, through the link"),
             rows=[
                 (row.name, _kilobytes(row.lane.sent_bytes), _kilobytes(row.lane.link_bytes))
                 for row in view.rows
@@ -70,7 +169,7 @@ def _curves(view: View, x: Callable[[Row, int], float | None], hover: str) -> li
     for row in view.rows:
         every = range(len(row.lane.points))
         xs = [finite(x(row, at)) for at in every]
-        # a curve that has no place on a logarithmic axis is none
+        # a logarithmic axis cannot show a curve of zeros
         if not any(xs):
             continue
         traces.append(
@@ -139,14 +238,14 @@ def _parts(view: View) -> Figure:
                 "hoverinfo": "skip",
             }
         )
-    layout = axes(view, x="ms a step" if view.shaped else "ms a step, links of no set rate")
+    layout = axes(view, x="ms per step" if view.shaped else "ms per step, no set link rate")
     layout |= {"barmode": "stack", "bargap": 0.5}
     layout["yaxis"] = {"visible": False, "fixedrange": True}
     layout["xaxis"] |= {"rangemode": "tozero", "zeroline": True, "zerolinecolor": "line"}
     layout["margin"] = {"l": 12, "r": 20, "t": 8, "b": 46}
     return Figure(
         id="parts",
-        title="Where a step's time goes",
+        title="Time per step, by part",
         short="A step",
         sentence=sentences.parts(view) if view.rows else "No strategy has been measured yet.",
         table=Table(
@@ -170,7 +269,7 @@ def _codecs(view: View) -> Figure:
     traces, key, spare = [], [], len(view.rows) + 1
     for codec, line in lines.items():
         owners = [row for row in view.rows if row.codec == codec]
-        # a codec that no strategy uses has a look of its own, and nothing hides it
+        # a codec that no strategy uses has a style of its own, and is never hidden
         style = owners[0].look if owners else look(spare)
         spare += not owners
         key.append((style.swatch, codec))
@@ -185,7 +284,7 @@ def _codecs(view: View) -> Figure:
                 "text": [point.spec for point in line],
                 "line": style.line,
                 "marker": marker(style, 7),
-                "hovertemplate": "<b>%{text}</b><br>%{x:.3~g} bits a value, error %{y:.3~g}"
+                "hovertemplate": "<b>%{text}</b><br>%{x:.3~g} bits per value, error %{y:.3~g}"
                 "<extra></extra>",
             }
         )
@@ -195,7 +294,7 @@ def _codecs(view: View) -> Figure:
         spec = row.lane.choice or row.lane.strategy
         point = at.get(spec)
         if point:
-            # a second strategy at the same point is a ring around the first
+            # a second strategy at the same point is drawn as a ring around the first
             ring = marker(row.look, 13 + 8 * taken[spec])
             if taken[spec]:
                 ring["symbol"] += "-open"
@@ -214,7 +313,7 @@ def _codecs(view: View) -> Figure:
                     "value, error %{y:.3~g}<extra></extra>",
                 }
             )
-    layout = axes(view, x="bits a value", y="error: E|decoded − x|² / |x|²", log="xy")
+    layout = axes(view, x="bits per value", y="error: E|decoded − x|² / |x|²", log="xy")
     layout["xaxis"] |= {"tickvals": [2.0**power for power in range(-6, 6)]}
     layout["yaxis"] |= {"tickformat": "", "dtick": 1, "exponentformat": "power"}
     layout["yaxis"]["tickfont"] |= {"size": 10}  # plotly makes powers larger
@@ -226,7 +325,7 @@ def _codecs(view: View) -> Figure:
         short="Codecs",
         sentence=sentences.codecs(points) + note,
         table=Table(
-            head=("Codec", "Bits a value", "Error"),
+            head=("Codec", "Bits per value", "Error"),
             rows=[(one.spec, words.number(one.bits), words.number(one.error)) for one in points],
         ),
         traces=traces,
@@ -279,6 +378,6 @@ def _predictions(view: View) -> Figure:
             ],
         ),
         traces=traces,
-        layout=axes(view, x="predicted ms a step", y="measured ms a step", log="xy"),
+        layout=axes(view, x="predicted ms per step", y="measured ms per step", log="xy"),
         key=((rule("quiet"), "as predicted"), (square("line"), "within 10%")),
     )  # fmt: skip

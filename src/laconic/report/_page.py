@@ -6,6 +6,7 @@ import gzip
 import json
 import shlex
 from base64 import b64encode
+from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
 from html import escape as text
@@ -17,19 +18,17 @@ from typing import Any
 from laconic._files import Kind, write_made
 from laconic.errors import ConfigError
 from laconic.race._result import Race
-from laconic.report import _tables as tables
 from laconic.report import _words as words
-from laconic.report._figure import Figure
-from laconic.report._figures import figures
+from laconic.report._figures import Figure, Table, figures
 from laconic.report._palette import css
 from laconic.report._view import Row, View, view
 
 _DOCUMENTS = (
-    ("docs/codecs.md", "what each codec does, with its error"),
-    ("docs/exchanges.md", "how bytes travel and add up"),
-    ("docs/ddp.md", "the line of code, and auto"),
+    ("docs/codecs.md", "what each codec does, and its error"),
+    ("docs/exchanges.md", "how encoded gradients are averaged"),
+    ("docs/ddp.md", "lc.compress with DDP, and auto"),
     ("docs/planner.md", "how step times are predicted"),
-    ("docs/lab.md", "how links get their rate on one machine"),
+    ("docs/lab.md", "how links are shaped on one machine"),
 )
 
 
@@ -42,7 +41,7 @@ def write(race: Race, path: str | Path, *, force: bool = False) -> None:
 
 
 def html(race: Race) -> str:
-    """The page, about 2 MB, nearly all of them plotly's script. It asks no network for anything."""
+    """The page, about 2 MB, nearly all of it plotly's script. It loads nothing from the network."""
     seen = view(race)
     drawn = figures(seen)
     script, (plotly, plotly_hash) = _resource("report.js"), _plotly()
@@ -56,11 +55,11 @@ def html(race: Race) -> str:
         summary=text(_summary(race)),
         notices=_notices(seen),
         links="".join(f'<li><a href="#{one.id}">{text(one.short)}</a></li>' for one in drawn),
-        table=tables.strategies(seen) if seen.rows else "<p>No strategy has been raced yet.</p>",
+        table=_strategies(seen) if seen.rows else "<p>No strategy has run yet.</p>",
         legend="".join(map(_button, seen.rows)),
         figures="".join(map(_figure, drawn)),
-        settings=tables.pairs(_settings(race)),
-        machine=tables.pairs(_machine(race)),
+        settings=_pairs(_settings(race)),
+        machine=_pairs(_machine(race)),
         command=_command(race),
         documents="".join(
             f"<li><code>{text(name)}</code>: {text(what)}</li>" for name, what in _DOCUMENTS
@@ -82,8 +81,8 @@ def _summary(race: Race) -> str:
     settings, task = race.settings, race.task
     return (
         f"{task.network[:1].upper()}{task.network[1:]}, {task.parameters:,} parameters, "
-        f"{task.training:,} examples to learn from and {task.testing:,} to test on. Every "
-        f"strategy: {settings.steps:,} steps of {settings.batch:,} examples a worker, and the "
+        f"{task.training:,} training and {task.testing:,} test examples. Every "
+        f"strategy: {settings.steps:,} steps of {settings.batch:,} examples per worker, and the "
         "same seed."
     )
 
@@ -93,12 +92,12 @@ def _notices(view: View) -> str:
     if not view.shaped:
         why = view.race.machine.why_unshaped or "no reason was given"
         notices.append(
-            f"The links had no set rate ({why}). Accuracy and bytes are measured; times to the "
+            f"Links could not be shaped ({why}). Accuracy and bytes are measured; times to the "
             f"target are predicted for {view.race.settings.rate}: the predicted step times the "
             "number of steps."
         )
     if not view.finished:
-        notices.append("This race is not finished: numbers may change.")
+        notices.append("This race is not finished: results may change.")
     differ = [row.name for row in view.rows if not row.lane.same_bits]
     if differ:
         notices.append(f"Workers ended with different weights: {words.listed(differ)}.")
@@ -125,9 +124,9 @@ def _figure(figure: Figure) -> str:
             f'{text(figure.sentence)}"></div>'
         )
     if figure.table.rows:
-        table = tables.plain(figure.table, figure.title)
+        table = _data_table(figure.table, figure.title)
         if figure.more:
-            table += tables.plain(figure.more, f"{figure.title}: a step")
+            table += _data_table(figure.more, f"{figure.title}: per step")
         data = f"<details><summary>The same as a table</summary>{table}</details>"
     return (
         f'<section class="card figure" id="{figure.id}" aria-labelledby="{figure.id}-title">'
@@ -221,3 +220,93 @@ def _plotly() -> tuple[str, str]:
 def _hash(script: str) -> str:
     """What a content security policy names a script by: no other script runs on the page."""
     return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
+
+
+def _data_table(table: Table, caption: str) -> str:
+    """In a box that scrolls, for keyboards too."""
+    head = "".join(
+        f'<th scope="col"{_kind(table, column)}>{text(name)}</th>'
+        for column, name in enumerate(table.head)
+    )
+    body = "".join(f"<tr>{_cells(table, row)}</tr>" for row in table.rows)
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="Data: {text(caption)}">'
+        f"<table><caption>{text(caption)}</caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cells(table: Table, row: tuple[str, ...]) -> str:
+    first, *others = row
+    return f'<th scope="row">{text(first)}</th>' + "".join(
+        f"<td{_kind(table, column)}>{text(cell)}</td>" for column, cell in enumerate(others, 1)
+    )
+
+
+def _kind(table: Table, column: int) -> str:
+    return "" if column < table.texts else ' class="number"'
+
+
+def _strategies(view: View) -> str:
+    """The main table. On a narrow page its rows become cards: roles keep it a table even so."""
+    step = "ms per step" if view.shaped else "ms per step, no set rate"
+    target = f"to {words.goal(view.target)}"
+    base = view.baseline.name if view.baseline else "fp32"
+    head = (
+        "Strategy",
+        "Accuracy",
+        f"Time {target}" if view.shaped else f"Predicted time {target}",
+        f"Speedup over {base}",
+        "MB sent",
+        f"Fewer bytes than {base}",
+        step[0].upper() + step[1:],
+        "Predicted ms",
+        "Error (budget)",
+        "Line of code",
+    )
+    columns = "".join(
+        f'<th scope="col" role="columnheader"{_wide(column, len(head))}>{text(name)}</th>'
+        for column, name in enumerate(head)
+    )
+    rows = "".join(_strategy(row, head) for row in view.rows)
+    return (
+        '<table class="strategies" role="table"><caption class="unseen">Strategies: accuracy, '
+        'times and bytes</caption><thead role="rowgroup">'
+        f'<tr role="row">{columns}</tr></thead><tbody role="rowgroup">{rows}</tbody></table>'
+    )
+
+
+def _wide(column: int, columns: int) -> str:
+    return ' class="number"' if 0 < column < columns - 1 else ""
+
+
+def _strategy(row: Row, head: tuple[str, ...]) -> str:
+    lane = row.lane
+    numbers = (
+        words.percent(row.last.accuracy if row.last else None),
+        words.seconds(row.reached_s),
+        words.times(row.speedup),
+        words.megabytes(row.last.sent_bytes if row.last else None),
+        words.times(row.reduction),
+        words.milliseconds(lane.step_s),
+        words.milliseconds(lane.predicted_step_s),
+        words.against(lane.error, lane.error_budget),
+    )
+    cells = "".join(
+        f'<td role="cell" class="number" data-label="{text(name)}">{text(value)}</td>'
+        for name, value in zip(head[1:-1], numbers, strict=True)
+    )
+    notes = "".join(f'<span class="note">{text(note)}</span> ' for note in row.notes)
+    return (
+        f'<tr role="row"><th scope="row" role="rowheader">{row.look.swatch} '
+        f'<span class="name">{text(row.name)}</span> {notes}</th>{cells}'
+        f'<td role="cell" class="code" data-label="{text(head[-1])}"><code>{text(lane.code)}</code>'
+        "</td></tr>"
+    )
+
+
+def _pairs(items: Sequence[tuple[str, str]]) -> str:
+    """Names and values as a list of descriptions."""
+    return "<dl>" + "".join(
+        f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in items
+    ) + "</dl>"  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is seen in each figure, in a sentence, from the numbers of the race."""
+"""What each figure shows, in a sentence, from the numbers of the race."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from laconic.report._view import Row, View
 
 
 def time(view: View) -> str:
-    """Who is first at the target."""
+    """Which strategy reaches the target first."""
     found = _first(view, lambda row: row.reached_s)
     if not view.shaped:
         unknown = [row.name for row in view.rows if row.lane.predicted_step_s is None]
         if len(unknown) == len(view.rows):
-            return "There are neither times at the rate nor predictions of them."
+            return "There are neither measured nor predicted times at this rate."
         tail = f" There is no prediction for {words.listed(unknown)}." if unknown else ""
     else:
         tail = ""
     if found is None:
-        return _nobody(view) + tail
+        return _unreached(view) + tail
     best, value, others = found
     lead = "" if view.shaped else "By prediction, "
-    sentence = f"{lead}{best.name} is first at {words.goal(view.target)}, "
+    sentence = f"{lead}{best.name} reaches {words.goal(view.target)} first, "
     sentence += f"after {words.seconds(value)}"
     return (
-        sentence + _than(view, best, value, others, words.seconds, "sooner") + _missed(view) + tail
+        sentence + _than(view, best, value, others, words.seconds, "faster") + _missed(view) + tail
     )
 
 
 def sent(view: View) -> str:
-    """Who sends least to the target."""
+    """Which strategy sends the fewest bytes until the target."""
     found = _first(view, lambda row: row.reached.sent_bytes if row.reached else None)
     if found is None:
-        return _nobody(view)
+        return _unreached(view)
     best, value, others = found
-    sentence = f"To reach {words.goal(view.target)}, a worker sends least with {best.name}: "
+    sentence = f"To reach {words.goal(view.target)}, a worker sends the least with {best.name}: "
     sentence += _megabytes(value)
     return sentence + _than(view, best, value, others, _megabytes, "less") + _missed(view)
 
@@ -47,13 +47,13 @@ def sent(view: View) -> str:
 def parts(view: View) -> str:
     """What the baseline and the shortest step spend their time on."""
     short = min(view.rows, key=lambda row: row.lane.step_s)
-    lead = "" if view.shaped else "Measured with links of no set rate: "
+    lead = "" if view.shaped else "Measured without a set link rate: "
     base = view.baseline or (short if len(view.rows) == 1 else None)
     told = []
     if base:
         step = f"{words.milliseconds(base.lane.step_s)}\u00a0ms"
         told.append(
-            f"{'of' if lead else 'Of'} its {step} a step, {base.name} spends {_share(base)}"
+            f"{'of' if lead else 'Of'} its {step} per step, {base.name} spends {_share(base)}"
         )
         if base is short and len(view.rows) > 1:
             told[0] += ", and none is shorter"
@@ -64,11 +64,11 @@ def parts(view: View) -> str:
 
 
 def codecs(points: Sequence[Quantized]) -> str:
-    """Who needs fewest bits, at the error that most codecs can have."""
+    """Which codec needs the fewest bits, at the error that most codecs can have."""
     drawn = by_codec(points)
     if not drawn:
         return "No codec with an error was measured."
-    # an error of about 0.1 is what training stands; nearest to it among the best covered
+    # training tolerates an error of about 0.1; the nearest one that most codecs cover
     errors = sorted({point.error for line in drawn.values() for point in line})
     at = max(
         errors,
@@ -79,7 +79,7 @@ def codecs(points: Sequence[Quantized]) -> str:
     )
     found = {name: bits for name, line in drawn.items() if (bits := _bits(line, at)) is not None}
     (best, fewest), *others = sorted(found.items(), key=lambda item: item[1])
-    sentence = f"At an error of {words.number(at, 2)}, {best} needs {_bits_text(fewest)} a value"
+    sentence = f"At an error of {words.number(at, 2)}, {best} needs {_bits_text(fewest)} per value"
     if len(others) > 3:
         name, bits = others[0]
         sentence += f", the fewest; {name} is next with {words.number(bits, 2)}"
@@ -90,12 +90,12 @@ def codecs(points: Sequence[Quantized]) -> str:
 
 
 def predictions(view: View) -> str:
-    """How far they were off."""
+    """How accurate they were."""
     if not view.shaped:
         rate = view.race.settings.rate
         return (
             f"Predictions are for links of {rate}; the links of this race had no set rate, so "
-            "there is nothing to compare them with."
+            "there are no measurements to compare them with."
         )
     off = {row: abs(error) for row in view.rows if (error := off_by(row)) is not None}
     if not off:
@@ -105,7 +105,8 @@ def predictions(view: View) -> str:
         return f"The measured step of {worst.name} is {_off(worst)} its prediction."
     return (
         f"Half of the predictions are within {words.percent(median(off.values()))} of the measured "
-        f"step; the furthest off is {worst.name}, measured {_off(worst)} its prediction."
+        f"step; the largest deviation is that of {worst.name}, measured {_off(worst)} its "
+        "prediction."
     )
 
 
@@ -118,7 +119,7 @@ def off_by(row: Row) -> float | None:
 
 
 def by_codec(points: Sequence[Quantized]) -> dict[str, list[Quantized]]:
-    """The points that a logarithmic axis can show, a line a codec, by bits."""
+    """The points that a logarithmic axis can show, one line per codec, by bits."""
     lines: dict[str, list[Quantized]] = {}
     for point in sorted(points, key=lambda point: point.bits):
         if all(math.isfinite(value) and value > 0 for value in (point.bits, point.error)):
@@ -127,7 +128,7 @@ def by_codec(points: Sequence[Quantized]) -> dict[str, list[Quantized]]:
 
 
 def exact(points: Sequence[Quantized]) -> list[str]:
-    """The codecs that lose nothing, which no logarithmic axis can show."""
+    """The lossless codecs, which a logarithmic axis cannot show."""
     return list(dict.fromkeys(point.codec for point in points if point.error == 0))
 
 
@@ -162,7 +163,7 @@ def _than(
     return f", {words.number(have / value, 2)} times {word} than {row.name} ({text(have)})."
 
 
-def _nobody(view: View) -> str:
+def _unreached(view: View) -> str:
     ended = [row for row in view.rows if row.last and math.isfinite(row.last.accuracy)]
     if not ended:
         return "No strategy has been tested yet."
@@ -170,7 +171,7 @@ def _nobody(view: View) -> str:
     target = words.goal(view.target)
     if len(view.rows) == 1:
         return f"{best.name} does not reach {target}: it ends at {_end(best)}."
-    return f"No strategy reaches {target}; {best.name} comes nearest, with {_end(best)} in the end."
+    return f"No strategy reaches {target}; {best.name} comes closest, with {_end(best)} at the end."
 
 
 def _missed(view: View) -> str:
@@ -183,16 +184,16 @@ def _missed(view: View) -> str:
 
 
 def _share(row: Row) -> str:
-    """92.0% on the wire and 4.0% in its codec."""
+    """92.0% in communication and 4.0% in its codec."""
     parts = row.lane.parts
     total = parts.compute_s + parts.codec_s + parts.wire_s
     wire, codec = (part / total if total > 0 else 0.0 for part in (parts.wire_s, parts.codec_s))
-    share = f"{words.percent(wire)} on the wire"
+    share = f"{words.percent(wire)} in communication"
     return share + (f" and {words.percent(codec)} in its codec" if codec > 0 else "")
 
 
 def _bits(line: list[Quantized], error: float) -> float | None:
-    """That a codec needs for an error: between its points, straight on logarithmic axes."""
+    """Bits at an error, interpolated between a codec's points on logarithmic axes."""
     for left, right in pairwise(line):
         low, high = sorted((left.error, right.error))
         if low <= error <= high and low < high:

@@ -1,4 +1,4 @@
-"""What the page says of every strategy, worked out once from the race."""
+"""What the page shows of every strategy, computed once from the race."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 
 from laconic.race._quantize import family
-from laconic.race._result import Lane, Point, Race
+from laconic.race._result import Lane, Point, Race, seconds_to_target
 from laconic.race._strategies import PLAIN
-from laconic.race._verdict import seconds_to_target
 from laconic.report import _words as words
 from laconic.report._palette import Look, look
 
@@ -23,8 +22,8 @@ class Row:
     seconds: tuple[float | None, ...]  # at each point; predicted where links had no rate
     reached: Point | None  # the target
     reached_s: float | None
-    sooner: float | None  # than the baseline, times
-    fewer: float | None  # bytes a step than the baseline, times
+    speedup: float | None  # time to the target, relative to the baseline
+    reduction: float | None  # bytes per step, relative to the baseline
     notes: tuple[str, ...] = ()
 
     @property
@@ -34,7 +33,7 @@ class Row:
 
     @property
     def last(self) -> Point | None:
-        """Where it ended, if it began."""
+        """The last one, if it started."""
         return self.lane.points[-1] if self.lane.points else None
 
     @property
@@ -59,23 +58,23 @@ class View:
 
     @property
     def target(self) -> float:
-        """The accuracy that they race to."""
+        """The accuracy to reach."""
         return self.race.settings.target
 
     @property
     def finished(self) -> bool:
-        """Every strategy that began made its steps."""
+        """All strategies that started have completed their steps."""
         steps = self.race.settings.steps
         return bool(self.rows) and all(row.last and row.last.step >= steps for row in self.rows)
 
 
 def view(race: Race) -> View:
-    """Work it out."""
+    """Compute it."""
     base = next((lane for lane in race.lanes if lane.name == PLAIN), None)
     base_s = _reached_s(race, base) if base else None
     reached = [found for lane in race.lanes if (found := _reached_s(race, lane)) is not None]
-    soonest = min(reached) if len(race.lanes) > 1 and reached else None
-    # ink is kept for the baseline
+    fastest = min(reached) if len(race.lanes) > 1 and reached else None
+    # ink is reserved for the baseline
     slots = iter(range(1, len(race.lanes) + 1))
     rows = []
     for index, lane in enumerate(race.lanes):
@@ -88,9 +87,9 @@ def view(race: Race) -> View:
                 seconds=tuple(finite(race.seconds(lane, point)) for point in lane.points),
                 reached=lane.reached(race.settings.target),
                 reached_s=own_s,
-                sooner=_ratio(base_s, own_s),
-                fewer=_ratio(base.sent_bytes if base else None, lane.sent_bytes),
-                notes=_notes(race, lane, soonest=own_s is not None and own_s == soonest),
+                speedup=_ratio(base_s, own_s),
+                reduction=_ratio(base.sent_bytes if base else None, lane.sent_bytes),
+                notes=_notes(race, lane, fastest=own_s is not None and own_s == fastest),
             )
         )
     baseline = next((row for row in rows if row.lane is base), None)
@@ -98,7 +97,7 @@ def view(race: Race) -> View:
 
 
 def finite(value: float | None) -> float | None:
-    """Nothing for NaN and infinity, which neither JSON nor an axis can hold."""
+    """None for NaN and infinity, which neither JSON nor an axis can represent."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -110,14 +109,14 @@ def _ratio(above: float | None, below: float | None) -> float | None:
     return finite(above / below) if above and below else None
 
 
-def _notes(race: Race, lane: Lane, *, soonest: bool) -> tuple[str, ...]:
+def _notes(race: Race, lane: Lane, *, fastest: bool) -> tuple[str, ...]:
     notes = []
     if lane.choice:
         notes.append(f"chose {lane.choice}")
-    if soonest:
-        notes.append("soonest")
+    if fastest:
+        notes.append("fastest")
     if not all(math.isfinite(point.loss) for point in lane.points):
-        notes.append("diverged: the loss is no number")
+        notes.append("diverged: the loss is not a number")
     if not lane.points:
         notes.append("not started")
     elif lane.points[-1].step < race.settings.steps:

@@ -1,11 +1,11 @@
-"""Asynchronous SGD on a parameter server: nobody waits for the slowest."""
+"""Asynchronous SGD on a parameter server: no worker waits for the slowest one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,35 +14,30 @@ from torch.optim import Optimizer
 
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
-from laconic.exchanges._ratio import HasRatio
-from laconic.schedules._clean import clean
-from laconic.schedules._flat_optimizer import FlatOptimizer
-from laconic.schedules._masters import PLAIN
-from laconic.schedules._module import whole
-from laconic.schedules._ssd_checks import (
+from laconic.schedules._costs import AsyncCost, ScheduleCost
+from laconic.schedules._flat_optimizer import FlatOptimizer, unscale
+from laconic.schedules._inputs import (
     check_given,
     chosen_codec,
     chosen_pull_codec,
     warn_of_amplifying,
+    whole,
 )
-from laconic.server._arrivals import Delays
-from laconic.server._link import Flag, Frame, Kind
-from laconic.server._remote import Push, Remote, Vectors, flags_of
-from laconic.server._roles import Roles
-from laconic.server._shard import settings_of
+from laconic.schedules._master import NO_CODEC
+from laconic.schedules._schedule import ScheduleStats
+from laconic.server._async_server import Delays
+from laconic.server._link import Flag, Frame, Kind, Roles
+from laconic.server._server_client import Push, ServerClient, flags_of
+from laconic.sharding._shard import settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsyncStats(HasRatio):
+class AsyncStats(ScheduleStats):
     """What one worker has done so far."""
 
-    steps: int
     skipped_steps: int  # gradients that were not finite and never left
     skipped_shards: int  # thrown away by a server: finite, but too large for the codec
     delays: Delays  # of this worker's gradients on server 0
-    sent_bytes: int
-    plain_bytes: int  # what synchronous fp32 training would have sent, in a ring
-    wire_seconds: float  # waiting for servers included
 
 
 class AsyncSGD(FlatOptimizer):
@@ -57,14 +52,14 @@ class AsyncSGD(FlatOptimizer):
     and answers with x_{v+1}. The delay v - r counts updates by others in between; it is about
     workers - 1 when all are equally fast. `max_delay` τ bounds it, exactly and for every gradient:
     a worker that is too far ahead of a slow one waits for it, and with τ < workers - 1 workers also
-    wait before they read (`laconic.server._order`).
+    wait before they read (`laconic.server._async_server`).
 
     For a smooth f with gradients of variance σ², and τ of the order of √(steps), the average of
     ‖∇f‖² over updates falls as σ/√updates (Lian et al. 2015); an unbiased codec with
     E‖Q(g) - g‖² ≤ ω‖g‖² puts (1 + ω)σ² + ω‖∇f‖² in place of σ².
 
     - On servers call `serve()`, which returns when the last worker has called `leave()`. A worker
-      that ends without that is lost: servers report it and go on with the others.
+      that ends without that is lost: servers report it and continue with the others.
     - A gradient that is not finite never leaves its worker, which reads again.
     - `codec` is for gradients, any that decodes alone. `pull_codec` is for weights: None sends them
       as they are, others send differences to what this worker has (a server then remembers that,
@@ -72,6 +67,8 @@ class AsyncSGD(FlatOptimizer):
     - Learning rates and other settings are those that the pushing worker has.
     - Workers' buffers (batch normalisation) are equal at the start, their own afterwards.
     """
+
+    cost: ClassVar[type[ScheduleCost]] = AsyncCost
 
     _step_supports_amp_scaling = True  # GradScaler: call step() anyway, with found_inf
 
@@ -94,7 +91,7 @@ class AsyncSGD(FlatOptimizer):
         self.servers, self.max_delay, self.seed = servers, max_delay, seed
         self.codec = chosen_codec(codec, "codec")
         warn_of_amplifying(optimizer, self.codec)
-        self.pull_codec = PLAIN if pull_codec is None else chosen_pull_codec(pull_codec)
+        self.pull_codec = NO_CODEC if pull_codec is None else chosen_pull_codec(pull_codec)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer, roles = optimizer, Roles(group, servers, timeout_s)
         self._roles, self._lane, self._traffic = roles, roles.lane, roles.traffic
@@ -105,16 +102,18 @@ class AsyncSGD(FlatOptimizer):
             self._keep(roles, most_delay=max_delay)
             return
         # draws of coded pulls are this worker's own
-        self._remote = Remote(self.flat, roles, seed, self.pull_codec, roles.number + 1)
+        self._client = ServerClient(
+            self.flat, roles, seed, self.pull_codec, roles.number + 1, self._memory
+        )
         self._g, self._own, self._next = self.flat.empty(), self.flat.empty(), self.flat.empty()
         self._read(coded=False)
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Send this worker's gradients, and go on with the newest weights."""
+        """Send this worker's gradients, and continue with the newest weights."""
         self._check_step(closure)
         self.flat.read_gradients(self._g)
-        if bool(clean(self, self._g) > 0):
+        if bool(unscale(self, self._g) > 0):
             self._skipped[0] += 1
             self._read(coded=self._coded)
         else:
@@ -124,7 +123,7 @@ class AsyncSGD(FlatOptimizer):
 
     @property
     def _coded(self) -> bool:
-        return self.pull_codec.name != "none"
+        return not self.pull_codec.lossless
 
     def _push_and_read(self) -> None:
         push = Push(
@@ -135,12 +134,12 @@ class AsyncSGD(FlatOptimizer):
             settings=settings_of(self.param_groups),
         )
         # only server 0 answers with weights: see _read
-        self._remote.start_push(push, pull_from=1)
-        first = self._remote.finish_push(0)
+        self._client.start_push(push, pull_from=1)
+        first = self._client.finish_push(0)
         self._delays.add(first.number)
         found = first.flags
         for server in range(1, self.servers):
-            found |= self._remote.finish_push(server).flags
+            found |= self._client.finish_push(server).flags
         self._skipped[1] += bool(found & Flag.SHARD_SKIPPED)
         self._read(coded=self._coded, first=first)
 
@@ -154,16 +153,19 @@ class AsyncSGD(FlatOptimizer):
         for server in range(self.servers):
             frame = first if server == 0 else None
             if frame is None:
-                frame = self._remote.ask(server, Kind.PULL, step=self._steps, flags=flags)
-            out = Vectors(self._next, self._own)
-            self._remote.take(server, frame, coded=coded, step=self._steps, out=out)
+                frame = self._client.ask(server, Kind.PULL, step=self._steps, flags=flags)
+            before = self._own if coded else None
+            self._client.take(server, frame, step=self._steps, out=self._next, before=before)
         self._own, self._next = self._next, self._own
         self.flat.write(self._own)
 
+    def wait(self) -> None:
+        """Nothing is in flight between steps: step() returns with the answers of all servers."""
+
     def leave(self) -> None:
-        """On a worker: servers go on without it. Every worker should, for `serve` to return."""
+        """On a worker: servers continue without it. Every worker should, for `serve` to return."""
         self._check_worker("leave()")
-        self._remote.leave()
+        self._client.leave()
         self._away = True
 
     def join(self) -> None:
@@ -171,7 +173,7 @@ class AsyncSGD(FlatOptimizer):
         if self.serves or not self._away:
             raise ConfigError("join() is for a worker that has left")
         for server in range(self.servers):
-            self._remote.ask(server, Kind.JOIN)
+            self._client.ask(server, Kind.JOIN)
         self._away = False
         self._read(coded=False)
 
@@ -180,7 +182,7 @@ class AsyncSGD(FlatOptimizer):
         """The model has the servers' weights as they are now; its own ones afterwards."""
         self._check_worker("global_weights()")
         with torch.no_grad():
-            self._remote.peek(self._steps, self._next)
+            self._client.read(self._steps, self._next)
         with self._showing(self._next, lambda: self._own):
             yield
 

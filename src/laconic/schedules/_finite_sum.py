@@ -12,10 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import TensorDataset, default_collate
 
-from laconic.codecs import Place
 from laconic.errors import ConfigError
-from laconic.schedules._module import check_module
-from laconic.server._parameters import Trained
+from laconic.schedules._inputs import check_module
+from laconic.sharding._flat_parameters import FlatParameters
+from laconic.sharding._trained import Trained
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -27,21 +27,10 @@ class FiniteSum:
         self._model, self._loss, self._samples = model, loss, _Samples(data)
         _check_model(model)
         self._trained = Trained(self._groups(), model, "QSVRG")
-        self._parameters = [p for _, p in self._trained.named]
-        self._sizes = [p.numel() for p in self._parameters]
-        self.device, self.numel = self._parameters[0].device, sum(self._sizes)
-        self.places = tuple(
-            Place(parameter=i, start=0, numel=size, total=size)
-            for i, size in enumerate(self._sizes)
-            if size
-        )
+        self.flat = FlatParameters(self._trained.groups, owner="QSVRG")
 
     def __len__(self) -> int:
         return len(self._samples)
-
-    def layout(self) -> str:
-        """What the vectors are made of."""
-        return "\n".join(f"{tuple(p.shape)} {p.dtype}" for p in self._parameters)
 
     def batch(self, index: Sequence[int]) -> Any:
         """These samples, as the loss takes them."""
@@ -53,32 +42,14 @@ class FiniteSum:
             value = self._loss(self._model, batch)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 raise ConfigError("loss(model, batch) must return one number: the batch's mean")
-            found = torch.autograd.grad(value.sum(), self._parameters, allow_unused=True)
-        for part, gradient in zip(out.split(self._sizes), found, strict=True):
+            own = self.flat.parameters
+            found = torch.autograd.grad(value.sum(), own, allow_unused=True)
+        for part, gradient in zip(self.flat.views(out), found, strict=True):
             if gradient is None:
                 part.zero_()
             else:
-                part.view(gradient.shape).copy_(gradient.to_dense())
+                part.copy_(gradient.to_dense())
         return value.detach()
-
-    def read(self, out: Tensor) -> None:
-        """out = the module's parameters."""
-        for part, p in zip(out.split(self._sizes), self._parameters, strict=True):
-            part.view(p.shape).copy_(p.detach())
-
-    def show(self, x: Tensor) -> None:
-        """The module's parameters become x, in their own precision."""
-        with torch.no_grad():
-            for part, p in zip(x.split(self._sizes), self._parameters, strict=True):
-                p.copy_(part.view(p.shape))
-
-    def shows(self, x: Tensor) -> bool:
-        """Whether the module's parameters are x, in their own precision; NaN is NaN."""
-        for part, p in zip(x.split(self._sizes), self._parameters, strict=True):
-            expected = part.view(p.shape).to(p.dtype)
-            if not torch.equal(expected.nan_to_num(), p.detach().nan_to_num()):
-                return False
-        return True
 
     def check(self) -> None:
         """ConfigError for a module that changes its terms, or what it trains."""
@@ -91,9 +62,9 @@ class FiniteSum:
     @contextmanager
     def without_draws(self) -> Iterator[None]:
         """ConfigError if torch's generators are used inside: terms are fixed functions."""
-        before = _generators(self.device)
+        before = _generators(self.flat.device)
         yield
-        if not all(map(torch.equal, before, _generators(self.device))):
+        if not all(map(torch.equal, before, _generators(self.flat.device))):
             raise ConfigError(
                 "the loss or the data draws random numbers (dropout, augmentation), so that a "
                 "sample's loss is another function each time and the losses are no finite sum: "

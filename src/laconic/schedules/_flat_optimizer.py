@@ -6,31 +6,31 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic._version import __version__
 from laconic.codecs import Codec
+from laconic.comm._agreement import require_same_settings
+from laconic.comm._context import ExchangeMemory
+from laconic.comm._threads import CommLane
 from laconic.errors import ConfigError
-from laconic.exchanges._agree import agree
-from laconic.exchanges._lane import Lane
-from laconic.schedules._module import load_buffers, own_buffers, same_start
-from laconic.schedules._ssd_checks import check_identity
-from laconic.server._chunk import Chunk
-from laconic.server._flat import Flat
-from laconic.server._keeper import Keeper
-from laconic.server._parameters import Trained
-from laconic.server._roles import Roles
+from laconic.schedules._inputs import check_identity, load_buffers, own_buffers, same_start
+from laconic.server._link import Roles
 from laconic.server._serving import ServerStats, Serving
-from laconic.server._shard import check_optimizer, settings_of
+from laconic.server._shard_server import Chunk, ShardServer
+from laconic.sharding._flat_parameters import FlatParameters
+from laconic.sharding._shard import check_optimizer, finite_everywhere, settings_of
+from laconic.sharding._trained import Trained
 
 
 class FlatOptimizer(Optimizer):
     """Trains the flat vector of an optimizer's parameters, on servers perhaps. Abstract."""
 
     optimizer: Optimizer  # the user's, which has the settings
-    flat: Flat
+    flat: FlatParameters
     codec: Codec
     pull_codec: Codec
     servers: int
@@ -39,7 +39,8 @@ class FlatOptimizer(Optimizer):
     _serving: Serving  # where `serves`
     _trained: Trained
     _model: nn.Module
-    _lane: Lane
+    _lane: CommLane
+    _memory: ExchangeMemory
     _roles: Roles | None
     _steps: int
     _away: bool  # this worker has left
@@ -50,21 +51,22 @@ class FlatOptimizer(Optimizer):
         name = type(self).__name__
         self._model, self._trained = model, Trained(self.param_groups, model, name)
         self._trained.check_dense(model, name)
-        self.flat = Flat(self._trained, owners)
+        self.flat = FlatParameters(self._trained.groups, owners, name)
         self._steps, self._away, self._swapped = 0, False, False
+        self._memory = ExchangeMemory()
         more = {
             "laconic": __version__,
             "groups": str(settings_of(self.param_groups)),
             "parameters": "\n".join(self.flat.lines()),
         }
-        agree({**self._settings(), **more}, group, self.flat.device)
+        require_same_settings({**self._settings(), **more}, group, self.flat.device)
         same_start(model, group)
 
     def _keep(self, roles: Roles, *, most_delay: int | None) -> None:
         """On a server: its chunk of the weights."""
         chunk = Chunk(self.flat, roles.number, roles.lane, self.seed)
-        keeper = Keeper(chunk, self.flat, self.optimizer, self.codec, self.pull_codec)
-        self._serving = Serving(keeper, roles, most_delay=most_delay)
+        shard = ShardServer(chunk, self.flat, self.optimizer, self.codec, self.pull_codec)
+        self._serving = Serving(shard, roles, most_delay=most_delay)
 
     def _settings(self) -> dict[str, str]:
         """What all ranks must have in common; schedules add their own."""
@@ -85,11 +87,10 @@ class FlatOptimizer(Optimizer):
         """Of a server: weights, optimizer and updates. Of a worker: steps, buffers, memories."""
         if self.serves:
             return {"identity": self._identity(), "serving": self._serving.state_dict()}
-        codec: Any = self.codec
         return {
             "identity": self._identity(),
             "step": self._steps,
-            "memory": codec.state_dict() if codec.remembers else None,
+            **self._memory.state_dict(),
             "param_groups": settings_of(self.param_groups),
             "buffers": own_buffers(self._model),
         }
@@ -101,17 +102,16 @@ class FlatOptimizer(Optimizer):
             self._serving.load_state_dict(state_dict["serving"])
             return
         self._steps = int(state_dict["step"])
-        codec: Any = self.codec
-        if codec.remembers:
-            codec.load_state_dict(state_dict["memory"])
+        older = {"budget": state_dict.get("shard", {}).get("budget")}  # where it once was
+        self._memory.load_state_dict({**older, **state_dict})
         for group, settings in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(settings)
         load_buffers(self._model, state_dict["buffers"])
 
     def close(self) -> None:
-        """Give threads, connections and process groups back; on all ranks, behind the last step.
+        """Release threads, connections and process groups; on all ranks, after the last step.
 
-        Waits for what is under way. It also happens when the process ends.
+        Waits for what is in flight. It also happens when the process ends.
         """
         self._lane.close()
         if self._roles is not None:
@@ -120,8 +120,8 @@ class FlatOptimizer(Optimizer):
     def serve(self, each: Callable[[int], object] | None = None) -> None:
         """On server ranks: keep weights until the last worker has left, or is lost.
 
-        `each(updates)` is called behind every update of this server, say to save `state_dict()`.
-        Where training cannot go on without a lost worker, LostError here and on all workers.
+        `each(updates)` is called after every update of this server, say to save `state_dict()`.
+        Where training cannot continue without a lost worker, LostError here and on all workers.
         """
         if not self.serves:
             raise ConfigError("this rank works: the first `servers` ranks serve (opt.serves)")
@@ -152,7 +152,7 @@ class FlatOptimizer(Optimizer):
         if self._swapped:
             raise ConfigError("step() inside global_weights(): leave the with block first")
         self._follow_optimizer()
-        self.flat.check_shown(self._own_weights)
+        self.flat.check_unchanged(self._own_weights, trust_versions=True)
         self.optimizer._opt_called = True  # pyright: ignore (schedulers of its own look at this)
 
     def _follow_optimizer(self) -> None:
@@ -178,3 +178,15 @@ class FlatOptimizer(Optimizer):
         finally:
             self._swapped = False
             self.flat.write(own())
+
+
+def unscale(optimizer: Optimizer, g: Tensor) -> Tensor:
+    """Undo GradScaler's scale; found_inf: 1 if the gradient is not finite, and becomes zero."""
+    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if scale is not None:
+        g.mul_(1 / scale)
+    found_inf = ~finite_everywhere(g)
+    if found is not None:  # what the scaler has found itself
+        found_inf |= found.to(g.device).view(1) > 0
+    g.masked_fill_(found_inf, 0.0)
+    return found_inf.to(torch.float32)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,39 +14,47 @@ from torch import Tensor, nn
 
 from laconic._version import __version__
 from laconic.codecs import Codec
+from laconic.comm._agreement import require_same_settings
+from laconic.comm._threads import CommLane, own_group
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, pair
-from laconic.exchanges._agree import agree
-from laconic.exchanges._lane import Lane, own_group
-from laconic.exchanges._ledger import error_stats
+from laconic.exchanges._error_report import error_stats
 from laconic.exchanges._policy import Chooser, Policy
-from laconic.exchanges._ratio import HasRatio
-from laconic.schedules._local_checks import check, delay_of
-from laconic.schedules._local_mean import Mean, Route
-from laconic.schedules._local_vector import Vector, forget_broken, statistics
-from laconic.schedules._module import load_buffers, own_buffers, same_start, whole
-from laconic.schedules._outer import Outer
-from laconic.schedules._ssd_checks import check_identity
-from laconic.server._parameters import Trained
+from laconic.schedules._costs import LocalCost, ScheduleCost
+from laconic.schedules._inputs import (
+    check_identity,
+    check_module,
+    check_started,
+    load_buffers,
+    own_buffers,
+    same_start,
+    whole,
+)
+from laconic.schedules._model_vector import MeanInFlight, ModelVector, running_statistics
+from laconic.schedules._outer import (
+    OuterFactory,
+    check_outer,
+    described,
+    kind_of,
+    needs_closure,
+    outer_optimizer,
+    outer_step,
+)
+from laconic.schedules._schedule import BudgetStats
+from laconic.sharding._flat_parameters import copy_all
+from laconic.sharding._trained import Trained
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalStats(HasRatio):
-    """What one rank has done so far; bytes and seconds since the schedule was made."""
+class LocalStats(BudgetStats):
+    """What one rank has done so far; bytes and seconds since the schedule was made.
 
-    steps: int
+    A budget is that of the mean progress.
+    """
+
     exchanges: int  # of progress; steps of warm-up are not among them
     skipped: int  # exchanges and steps of warm-up that were not finite, and left out on all ranks
-    sent_bytes: int
-    plain_bytes: int  # what synchronous fp32 DDP would have sent, in a ring
-    wire_seconds: float  # in collectives, waiting for other ranks included
     local_bytes: int = 0  # inside nodes, where the exchange knows them; not in sent_bytes
-    # of codecs with a budget: expected relative squared error of the mean progress, of parameters
-    error_budget: float | None = None  # what was asked for
-    error_mean: float | None = None  # over parameters and exchanges
-    error_largest: float | None = None  # of any parameter at any exchange
-    exact_means: int | None = None  # how often only the exact mean could keep the budget
-    kappa: float | None = None  # ‖mean‖²/average ‖progress‖², where there is a budget
 
 
 class LocalSGD(torch.optim.Optimizer):
@@ -60,7 +68,10 @@ class LocalSGD(torch.optim.Optimizer):
     2. The progress δ_i travels through the codec, not x_i: a codec's error is a share of what it
        encodes. ‖δ‖ is far below ‖x‖ and shrinks as training settles, and so does the error.
     3. All ranks make the same outer step of the same bits: outer=None is x - mean, plain averaging;
-       `Nesterov()` makes it DiLoCo. Then all hold the same weights, to the bit.
+       `Nesterov()` makes it DiLoCo; `functools.partial(torch.optim.Adam, lr=0.01)`, or any other
+       function of parameters that returns a torch optimizer, is called with the weights as one flat
+       fp32 parameter, whose gradient is the mean progress. Then all hold the same weights, to the
+       bit.
 
     `warmup_steps` of synchronous training come first: post-local SGD. They average gradients in
     fp32, because a memory of error feedback in units of gradients would be wrong for progress.
@@ -71,25 +82,28 @@ class LocalSGD(torch.optim.Optimizer):
     and clipping are not linear, and differ. Plain SGD with outer Nesterov(lr=a, momentum=β) is
     synchronous SGD(lr·a, momentum=β, nesterov=True). For H > 1 neither holds.
 
-    `overlap=True`: the exchange of a boundary runs in a thread behind the next steps, and what it
-    found is taken over `overlap_steps` later (by default H, at the next boundary). With x_i^b a
-    rank's weights at the boundary and p_i = x_i - x_i^b its steps since then:
+    `overlap=True`: the exchange of a boundary runs in a thread, overlapped with the next steps, and
+    its result is taken over `overlap_steps` later (by default H, at the next boundary). With x_i^b
+    a rank's weights at the boundary and p_i = x_i - x_i^b its steps since then:
 
         x_i ← x_{t+1} + p_i            at the next boundary  δ_i = x_{t+1} - x_i = -(all p_i since)
 
     So every step counts once: own ones at once, others' through x_{t+1}. Ranks hold common weights
-    plus own steps since the boundary, never equal weights; x_t is equal on all ranks, to the bit.
+    plus own steps since the boundary, never equal weights; x_t is equal on all ranks, bit for bit.
 
-    Not finite anywhere: the mean is not, on any rank. Then nobody makes the outer step, all go back
+    Not finite anywhere: the mean is not, on any rank. Then no rank makes the outer step, all return
     to x_t, and momentum that is not finite is forgotten; `stats().skipped` counts it. (What error
     feedback of the other ranks has sent is lost with it.)
 
-    Costs three fp32 copies of the weights (common, start, message), four with an outer optimizer.
+    Costs three fp32 copies of the weights (common, start, message), and the outer optimizer's state
+    (one for momentum, two for Adam).
 
     Stich 2019, arXiv 1805.09767 (local SGD); Lin et al. 2020, arXiv 1808.07217 (post-local);
     Douillard et al. 2023, arXiv 2311.08105 (DiLoCo), and 2025, arXiv 2501.18512 (overlap, there by
     fragments of the model and with a blend of local and global weights).
     """
+
+    cost: ClassVar[type[ScheduleCost]] = LocalCost
 
     _step_supports_amp_scaling = True  # GradScaler calls step() on every rank, overflow or not
 
@@ -101,7 +115,7 @@ class LocalSGD(torch.optim.Optimizer):
         period: int = 8,
         codec: str | Codec = "ecdq:error=0.08",
         exchange: str | Exchange | None = None,
-        outer: Outer | None = None,
+        outer: OuterFactory = None,
         warmup_steps: int = 0,
         overlap: bool = False,
         overlap_steps: int | None = None,
@@ -111,39 +125,40 @@ class LocalSGD(torch.optim.Optimizer):
         seed: int = 0,
         timeout_s: float = 300.0,
     ) -> None:
-        check(optimizer, model, outer)
+        _check_given(optimizer, model)
+        check_outer(outer)
         self.optimizer, self.outer, self.seed = optimizer, outer, seed
         self.codec, self.exchange = pair(codec, exchange)
         self.period = whole("period", period, 1)
         self.warmup_steps = whole("warmup_steps", warmup_steps, 0)
-        self.delay = delay_of(overlap, overlap_steps, self.period)
-        if not dist.is_initialized():
-            raise ConfigError("start torch.distributed first: torchrun, then init_process_group()")
+        self.delay = _delay(overlap, overlap_steps, self.period)
+        check_started()
         self._model = model
         self._trained = Trained(optimizer.param_groups, model, "LocalSGD")
         if warmup_steps:
             self._trained.check_dense(model, "warm-up")
-        self._vector = Vector(self._trained, model, policy or Policy())
-        self._lane = Lane(own_group(group, timeout_s))
+        self._vector = ModelVector(self._trained, model, policy or Policy())
+        self._lane = CommLane(own_group(group, timeout_s))
+        self._weights = self._vector.flat.empty()  # x_t
+        self._outer = outer_optimizer(outer, self._weights)
         self._agree(buffers)
         self.exchange.prepare(self._lane.group)
         same_start(model, self._lane.group)
         self._step = self._since_made = self._exchanges = self._skipped = 0
         self._exchanges_buffers = buffers
-        self._begin(statistics(model) if buffers else [])
+        self._begin(running_statistics(model) if buffers else [])
         # until the first step: what the model's parameters must still be
-        self._untouched: list[Tensor] | None = self._vector.weight_parts(self._start)
+        self._untouched: Tensor | None = self._weights.clone()
 
     def _begin(self, buffers: Sequence[str]) -> None:
         """Vectors that hold the model as it is now, with these buffers."""
         own = self._vector
         own.include(buffers)
-        self._base = own.read(own.empty())  # x_t, and the common buffers
-        self._start = self._base.clone()  # own progress is counted from here
-        self._message = own.empty()
-        self._momentum = torch.zeros_like(own.split(self._base)[0][: None if self.outer else 0])
-        route = Route(self.codec, self.exchange, self.seed, own.encoded, own.places)
-        self._mean = Mean(self._message, route, self._lane)
+        self._start = own.read(own.empty())  # own progress is counted from here
+        self._weights.copy_(own.split(self._start)[0])
+        self._common = own.split(self._start)[1].clone()  # buffers
+        self._mean = MeanInFlight(own, self.codec, self.exchange, self._lane, self.seed)
+        self._message = self._mean.message
 
     def _agree(self, buffers: bool) -> None:
         settings = {
@@ -151,14 +166,14 @@ class LocalSGD(torch.optim.Optimizer):
             "codec": str(self.codec),
             "exchange": str(self.exchange),
             "period": str(self.period),
-            "outer": str(self.outer),
+            "outer": described(self._outer),
             "warmup_steps": str(self.warmup_steps),
             "overlap_steps": str(self.delay),
             "seed": str(self.seed),
             "buffers": str(buffers),
             "parameters": "\n".join(self._vector.lines),
         }
-        agree(settings, self._lane.group, self._vector.device)
+        require_same_settings(settings, self._lane.group, self._vector.flat.device)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -183,7 +198,7 @@ class LocalSGD(torch.optim.Optimizer):
         """One step of this rank; at the end of a period, or in warm-up, with all others."""
         self._trained.check(self.param_groups)
         if self._untouched is not None:
-            self._vector.check_values(self._untouched)
+            self._vector.flat.check_unchanged(self._untouched)
             self._untouched = None
         loss = None
         if closure is not None:
@@ -194,9 +209,9 @@ class LocalSGD(torch.optim.Optimizer):
             self._step += 1
             self._since_made += 1
             if self._step <= self.warmup_steps:
-                self._together()
+                self._warmup_step()
             else:
-                self._alone(fine)
+                self._local_step(fine)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -207,75 +222,74 @@ class LocalSGD(torch.optim.Optimizer):
         """Take GradScaler's scale out of the gradients; whether it found them finite."""
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
-            for parameter in self._vector.trained:
+            for parameter in self._vector.flat.parameters:
                 if parameter.grad is not None:
                     parameter.grad.div_(scale.to(parameter.device))
         return not bool(getattr(self, "found_inf", False))
 
-    def _together(self) -> None:
-        """A step of warm-up: gradients become their mean, and so do buffers."""
+    def _warmup_step(self) -> None:
+        """Gradients become their mean, and so do buffers."""
         own, (gradients, moved) = self._vector, self._vector.split(self._message)
-        weights, common = own.split(self._base)
-        own.read_gradients(gradients)
-        torch.sub(common, own.buffers.read(moved), out=moved)
+        own.flat.read_gradients(gradients, missing_as_zero=True)
+        torch.sub(self._common, own.read_buffers(moved), out=moved)
         self._mean.start(self._step, plain=True)
         if self._finite():
-            own.write_gradients(gradients)
-            common.sub_(moved)
+            own.flat.write_gradients(gradients)
+            self._common.sub_(moved)
             self.optimizer.step()
-        own.buffers.write(common)
+        own.write_buffers(self._common)
         if self._step == self.warmup_steps:
-            own.weights.read(weights)
-            self._adopt()
+            own.flat.read(self._weights)
+            self._take_common()
 
-    def _alone(self, fine: bool) -> None:
-        """A local step; where a period ends, its exchange; where one has arrived, its result."""
+    def _local_step(self, fine: bool) -> None:
+        """Where a period ends, its exchange begins; where one has arrived, it is taken over."""
         if fine:
             self.optimizer.step()
         since = (self._step - self.warmup_steps) % self.period
-        if self._mean.under_way and since == self.delay % self.period:
-            self._land()
+        if self._mean.in_flight and since == self.delay % self.period:
+            self._finish_sync()
         if since == 0:
-            self._depart()
+            self._start_sync()
             if not self.delay:
-                self._land()
+                self._finish_sync()
 
-    def _depart(self) -> None:
+    def _start_sync(self) -> None:
         """Send the progress since the last boundary."""
         torch.sub(self._start, self._vector.read(self._message), out=self._message)
         if self.delay:
-            self._vector.weights.read(self._vector.split(self._start)[0])
+            self._vector.flat.read(self._vector.split(self._start)[0])
         self._exchanges += 1
         self._mean.start(self._exchanges)
 
     def _finite(self) -> bool:
-        """Wait for the mean; False on all ranks, and counted, if it is no use."""
+        """Wait for the mean; False on all ranks, and counted, if it is not finite."""
         finite = self._mean.wait()
         self._skipped += not finite
         return finite
 
-    def _land(self) -> None:
+    def _finish_sync(self) -> None:
         """The outer step, and this rank's weights after it."""
         if not self._finite():
-            forget_broken(self.optimizer.state)
-            self._adopt()
+            _forget_broken(self.optimizer.state)
+            self._take_common()
             return
         mean, moved = self._vector.split(self._message)
-        weights, common = self._vector.split(self._base)
-        common.sub_(moved)
-        if self.outer is None:
-            weights.sub_(mean)
-        else:
-            self.outer.step(weights, mean, self._momentum)
+        self._common.sub_(moved)
+        outer_step(self._outer, self._weights, mean)
         if self.delay:
             self._rebase()
         else:
-            self._adopt()
+            self._take_common()
 
-    def _adopt(self) -> None:
+    def _take_common(self) -> None:
         """The common weights and buffers become this rank's own."""
-        self._vector.write(self._base)
+        self._show_common()
         self._vector.read(self._start)
+
+    def _show_common(self) -> None:
+        self._vector.flat.write(self._weights)
+        self._vector.write_buffers(self._common)
 
     def _rebase(self) -> None:
         """The common weights and this rank's steps since the boundary: x_i ← x_{t+1} + p_i.
@@ -283,12 +297,16 @@ class LocalSGD(torch.optim.Optimizer):
         Progress is counted from what is left without these steps, so that rounding (to bfloat16,
         say) is not taken for progress, and does not add up either. Running statistics stay own.
         """
-        own, (steps, _) = self._vector, self._vector.split(self._message)
-        (start, buffers), (weights, common) = own.split(self._start), own.split(self._base)
-        torch.sub(own.weights.read(steps), start, out=steps)
-        own.weights.write(torch.add(weights, steps, out=start))
-        own.weights.read(start).sub_(steps)
-        buffers.copy_(common)
+        flat, (steps, _) = self._vector.flat, self._vector.split(self._message)
+        start, buffers = self._vector.split(self._start)
+        torch.sub(flat.read(steps), start, out=steps)
+        flat.write(torch.add(self._weights, steps, out=start))
+        flat.read(start).sub_(steps)
+        buffers.copy_(self._common)
+
+    def wait(self) -> None:
+        """Until no exchange is in flight; what it brought is taken over at its own step."""
+        self._mean.arrived()
 
     def synchronize(self) -> None:
         """Bring all ranks to common weights now, in the middle of a period, too; on all ranks."""
@@ -296,11 +314,11 @@ class LocalSGD(torch.optim.Optimizer):
             return
         self._untouched = None
         with torch.no_grad():
-            if self._mean.under_way:
-                self._land()
-            self._depart()
-            self._land()
-            self._adopt()
+            if self._mean.in_flight:
+                self._finish_sync()
+            self._start_sync()
+            self._finish_sync()
+            self._take_common()
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -308,35 +326,32 @@ class LocalSGD(torch.optim.Optimizer):
         if self._step < self.warmup_steps:  # they are common already
             yield
             return
-        tensors = [*self._vector.weights.tensors(), *self._vector.buffers.tensors()]
-        kept = [tensor.clone() for tensor in tensors]
-        self._vector.write(self._base)
+        own = self._vector.read(self._vector.empty())  # fp32 holds all of their dtypes exactly
+        self._show_common()
         try:
             yield
         finally:
-            for tensor, own in zip(tensors, kept, strict=True):
-                tensor.copy_(own)
+            self._vector.write(own)
 
     def close(self) -> None:
-        """Give the thread and the process group back; on all ranks, behind the last step.
+        """Release the thread and the process group; on all ranks, after the last step.
 
-        Waits for an exchange that is under way. It also happens when the process ends.
+        Waits for an exchange that is in flight. It also happens when the process ends.
         """
         self._lane.close()
 
     def stats(self) -> LocalStats:
         """Bytes and times so far."""
-        size, traffic = self._lane.size, self._lane.traffic
-        ring = round(2 * (size - 1) / size * 4 * self._vector.weights.numel)
+        traffic = self._lane.traffic
         return LocalStats(
             steps=self._step,
             exchanges=self._exchanges,
             skipped=self._skipped,
             sent_bytes=traffic.sent_bytes,
-            plain_bytes=ring * self._since_made,
+            plain_bytes=self._vector.flat.ring_bytes(self._lane.size) * self._since_made,
             wire_seconds=traffic.wire_seconds,
             local_bytes=traffic.local_bytes,
-            **error_stats(self._mean.memory),
+            **error_stats(self._mean.session.memory),
         )
 
     def _identity(self) -> dict[str, str]:
@@ -347,15 +362,15 @@ class LocalSGD(torch.optim.Optimizer):
             "rank": str(self._lane.rank),
             "warmup_steps": str(self.warmup_steps),
             "overlap_steps": str(self.delay),
-            "outer": type(self.outer).__name__ if self.outer else "None",
+            "outer": kind_of(self._outer),
             "buffers": str(self._exchanges_buffers),
             "parameters": "\n".join(self._vector.lines),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All that must be saved, on every rank, to go on exactly; its own weights are in it.
+        """All that must be saved, on every rank, to resume exactly; its own weights are in it.
 
-        Waits for an exchange that is under way. The optimizer inside is part of it.
+        Waits for an exchange that is in flight. Both optimizers are part of it.
         """
         return {
             "identity": self._identity(),
@@ -364,29 +379,70 @@ class LocalSGD(torch.optim.Optimizer):
             "exchanges": self._exchanges,
             "skipped": self._skipped,
             "exchanged buffers": list(self._vector.buffer_names),
-            "weights": {name: p.detach().clone() for name, p in self._vector.named},
+            "weights": {name: p.detach().clone() for name, p in self._vector.flat.named},
             "buffers": own_buffers(self._model, self._vector.buffer_names),
-            "base": self._base.clone(),
+            "base": torch.cat([self._weights, self._common]),
             "start": self._start.clone(),
-            "momentum": self._momentum.clone(),
+            "outer": self._outer and copy.deepcopy(self._outer.state_dict()),
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Resume from this rank's state_dict, to the bit; the model gets this rank's weights."""
+        """Resume from this rank's state_dict, bit for bit; the model gets this rank's weights."""
         state = state_dict
         check_identity(self._identity(), state)
         with torch.no_grad():
-            if self._mean.under_way:
+            if self._mean.in_flight:
                 self._mean.wait()  # nobody needs it any more, but all ranks have begun it
             load_buffers(self._model, state["buffers"])
-            self._untouched = [state["weights"][name] for name, _ in self._vector.named]
-            self._vector.set_values(self._untouched)
+            flat = self._vector.flat
+            self._untouched = flat.empty()
+            saved = [state["weights"][name] for name, _ in flat.named]
+            copy_all(flat.views(self._untouched), saved)
+            flat.write(self._untouched)
             if state["exchanged buffers"] != self._vector.buffer_names:
                 self._begin(state["exchanged buffers"])  # others were finite then
             self._mean.load_state_dict(state["mean"])
-            for name in ("base", "start", "momentum"):
-                getattr(self, f"_{name}").copy_(state[name])
+            weights, common = self._vector.split(state["base"])
+            self._weights.copy_(weights)
+            self._common.copy_(common)
+            self._start.copy_(state["start"])
         self._step, self._exchanges = int(state["step"]), int(state["exchanges"])
         self._skipped = int(state["skipped"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch keeps its tensors
+        if self._outer is not None:
+            self._outer.load_state_dict(copy.deepcopy(state["outer"]))
+
+
+def _check_given(optimizer: object, model: nn.Module) -> None:
+    """ConfigError, with what works, for what LocalSGD cannot wrap."""
+    check_module(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            "LocalSGD wraps a torch optimizer, such as SGD or AdamW, not "
+            f"{type(optimizer).__name__}"
+        )
+    if needs_closure(optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} evaluates its closure several times in a step, which "
+            "LocalSGD does once: use an optimizer whose step() needs none, such as SGD or AdamW"
+        )
+
+
+def _delay(overlap: bool, steps: int | None, period: int) -> int:
+    """Steps between the start of an exchange and its use; 0 without overlap."""
+    if steps is None:
+        return period if overlap else 0
+    if not overlap:
+        raise ConfigError("overlap_steps= goes with overlap=True")
+    if whole("overlap_steps", steps, 1) > period:
+        raise ConfigError(f"overlap_steps must be from 1 to period={period}, not {steps}")
+    return steps
+
+
+def _forget_broken(state: Mapping[Any, Any]) -> None:
+    """A parameter's momentum or moments that are not finite would spoil its next step, too."""
+    for own in state.values():
+        values = [value for value in own.values() if isinstance(value, Tensor)]
+        if not all(bool(torch.isfinite(value).all()) for value in values):
+            own.clear()

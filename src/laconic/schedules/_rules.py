@@ -1,16 +1,19 @@
-"""What a rank does to its own weights while the global ones are on their way."""
+"""What a rank does to its own weights between pulls: local rules, and the replica they act on."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from laconic.errors import ConfigError
+from laconic.sharding._flat_parameters import FlatParameters
 
 _MEMORY = 0.95  # of DC-ASGD's mean square, and the constant under its root
 _EPSILON = 1e-7
@@ -18,7 +21,7 @@ _SHARES = "below 2, where a pull would turn velocities around instead of correct
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class LocalStep:
     """What a local rule may look at: equal slices of flat fp32 vectors, one parameter group's.
 
     `w` are the weights to step from, `seen` those that `g` was computed at (other ones only where
@@ -67,7 +70,7 @@ class LocalRule(ABC):
 
     @property
     def remembers(self) -> tuple[str, ...]:
-        """Vectors that it keeps from step to step: "square", "velocity" (of `Moment`)."""
+        """Vectors that it keeps from step to step: "square", "velocity" (of `LocalStep`)."""
         return ()
 
     @property
@@ -76,7 +79,7 @@ class LocalRule(ABC):
         return ()
 
     @abstractmethod
-    def step(self, at: Moment, out: Tensor) -> None:
+    def step(self, at: LocalStep, out: Tensor) -> None:
         """out = Δ. `out` may be the memory of `at.seen`, where that is not w's."""
 
 
@@ -88,7 +91,7 @@ def _number(value: object) -> bool:
 class LocalSGDRule(LocalRule):
     """A plain SGD step: Δ = lr·(g + wd·w)."""
 
-    def step(self, at: Moment, out: Tensor) -> None:
+    def step(self, at: LocalStep, out: Tensor) -> None:
         torch.mul(at.w, at.lr * at.decay, out=out)
         out.add_(at.g, alpha=at.lr)
 
@@ -115,7 +118,7 @@ class GLU(LocalRule):
     alpha: float = 2.0
     beta: float = 0.5
 
-    def step(self, at: Moment, out: Tensor) -> None:
+    def step(self, at: LocalStep, out: Tensor) -> None:
         half = 1.0 if at.fresh else 0.5
         torch.sub(at.pulled, at.w, out=out).mul_(half * self.beta / at.period)
         out.add_(at.g, alpha=half * at.lr * self.alpha)
@@ -142,7 +145,7 @@ class DCASGD(LocalRule):
     def remembers(self) -> tuple[str, ...]:
         return ("square",) if self.adaptive else ()
 
-    def step(self, at: Moment, out: Tensor) -> None:
+    def step(self, at: LocalStep, out: Tensor) -> None:
         if at.square is not None:
             at.square.mul_(_MEMORY).addcmul_(at.g, at.g, value=1 - _MEMORY)
         torch.sub(at.w, at.seen, out=out).mul_(at.g).mul_(at.g)
@@ -194,7 +197,7 @@ class MomentumRule(LocalRule):
     def follows(self) -> tuple[type[Optimizer], ...]:
         return (SGD,)
 
-    def step(self, at: Moment, out: Tensor) -> None:
+    def step(self, at: LocalStep, out: Tensor) -> None:
         momentum = at.momentum if self.momentum is None else self.momentum
         lr = at.lr * (1 - at.dampening)
         v = _corrected(at, self.share)
@@ -250,7 +253,7 @@ class AdamRule(LocalRule):
     def follows(self) -> tuple[type[Optimizer], ...]:
         return (Adam, AdamW)
 
-    def step(self, at: Moment, out: Tensor) -> None:
+    def step(self, at: LocalStep, out: Tensor) -> None:
         first, second = at.betas if self.betas is None else self.betas
         eps = at.eps if self.eps is None else self.eps
         v, s = _corrected(at, self.share), at.square
@@ -267,7 +270,7 @@ class AdamRule(LocalRule):
         out.copy_(v)
 
 
-def _corrected(at: Moment, share: float) -> Tensor:
+def _corrected(at: LocalStep, share: float) -> Tensor:
     """The velocity in today's lr, less a share of what was the rank's own in it."""
     v = at.velocity
     assert v is not None
@@ -275,3 +278,110 @@ def _corrected(at: Moment, share: float) -> Tensor:
     if at.fresh:
         v.add_(at.seen, alpha=share / at.period).sub_(at.w, alpha=share / at.period)
     return v
+
+
+class Replica:
+    """Three flat vectors: own weights, the last pull, and the next one.
+
+    The next pull's memory is a local step's room while no pull is in flight (`coming`).
+    """
+
+    def __init__(
+        self, flat: FlatParameters, rule: LocalRule | None, period: int, *, decoupled: bool = False
+    ) -> None:
+        self._flat, self._rule, self._period = flat, rule, period
+        self._decoupled = decoupled  # weight decay, where the settings do not say
+        self.own, self.pulled, self.next = flat.empty(), flat.empty(), flat.empty()
+        flat.read(self.own)
+        self.pulled.copy_(self.own)
+        kept = () if rule is None else rule.remembers
+        self._memory = {name: torch.zeros_like(self.own) for name in kept}
+        self._rates = [0.0] * len(flat.groups)  # of the last step
+        self._count = 0  # of steps since the memories began
+        self.coming = False  # a pull was started, and not taken over yet
+
+    def move(self, g: Tensor, found_inf: Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Own weights = (what has come, or own weights) - a local step, which is 0 if found_inf."""
+        fresh = self.coming
+        # the step is computed in memory that is free: W's own, if there are newer weights
+        w, room = (self.next, self.own) if fresh else (self.own, self.next)
+        if self._rule is not None:
+            self._count += 1
+            for number, (first, last) in enumerate(self._flat.groups):
+                at = self._local_step(w, g, groups[number], slice(first, last), self._rates[number])
+                self._rule.step(at, room[first:last])
+            self._rates = [float(settings["lr"]) for settings in groups]
+            room.masked_fill_(found_inf > 0, 0.0)  # without waiting for a device
+            torch.sub(w, room, out=self.own)
+        elif fresh:
+            self.own.copy_(w)
+        if fresh:
+            self._take_over()
+
+    def _local_step(
+        self, w: Tensor, g: Tensor, settings: Mapping[str, Any], part: slice, before: float
+    ) -> LocalStep:
+        assert self._rule is not None
+        lr = float(settings["lr"])
+        first, second = settings.get("betas", LocalStep.betas)
+        return LocalStep(
+            w=w[part],
+            g=g[part],
+            seen=self.own[part],
+            pulled=self.pulled[part],
+            **{name: memory[part] for name, memory in self._memory.items()},
+            fresh=self.coming,
+            period=self._period,
+            lr=lr * self._rule.local_lr_scale,
+            lr_change=lr / before if before else 1.0,
+            count=self._count,
+            decay=float(settings.get("weight_decay", 0.0)),
+            momentum=float(settings.get("momentum", 0.0)),
+            dampening=float(settings.get("dampening", 0.0)),
+            nesterov=bool(settings.get("nesterov", False)),
+            betas=(float(first), float(second)),
+            eps=float(settings.get("eps", LocalStep.eps)),
+            decoupled=bool(settings.get("decoupled_weight_decay", self._decoupled)),
+        )
+
+    def take_as_they_are(self) -> None:
+        """Own weights = what has come, one synchronous step later."""
+        velocity = self._memory.get("velocity")
+        if velocity is not None:
+            torch.sub(self.own, self.next, out=velocity)
+        self.own.copy_(self.next)
+        self._take_over()
+
+    def begin_again(self) -> None:
+        """Own weights = what has come, after an absence: what was remembered is of no use now."""
+        for memory in self._memory.values():
+            memory.zero_()
+        self._count = 0
+        self.own.copy_(self.next)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        self.pulled, self.next = self.next, self.pulled
+        self.coming = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies; of the next pull only if it has come and was not taken over."""
+        return {
+            "own": self.own.clone(),
+            "pulled": self.pulled.clone(),
+            "coming": self.next.clone() if self.coming else None,
+            "memory": {name: memory.clone() for name, memory in self._memory.items()},
+            "rates": list(self._rates),
+            "count": self._count,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state_dict."""
+        self.own.copy_(state["own"])
+        self.pulled.copy_(state["pulled"])
+        self.coming = state["coming"] is not None
+        if self.coming:
+            self.next.copy_(state["coming"])
+        self._rates, self._count = list(state["rates"]), int(state["count"])
+        for name, memory in self._memory.items():
+            memory.copy_(state["memory"][name])

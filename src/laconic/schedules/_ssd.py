@@ -1,11 +1,11 @@
-"""SSD-SGD: push every step, pull every k-th, both behind the computation."""
+"""SSD-SGD: push every step, pull every k-th, both overlapped with computation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,45 +13,34 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from laconic.codecs import Codec
+from laconic.comm._threads import CommLane, own_group
 from laconic.errors import ConfigError
-from laconic.exchanges._lane import Lane, own_group
-from laconic.exchanges._ratio import HasRatio
-from laconic.schedules._clean import clean
-from laconic.schedules._flat_optimizer import FlatOptimizer
-from laconic.schedules._masters import PLAIN, Masters, Round
-from laconic.schedules._module import whole
-from laconic.schedules._replica import Replica
-from laconic.schedules._rules import LocalRule
-from laconic.schedules._served import Served
-from laconic.schedules._ssd_checks import (
+from laconic.schedules._costs import ScheduleCost, SSDCost
+from laconic.schedules._flat_optimizer import FlatOptimizer, unscale
+from laconic.schedules._inputs import (
     check_given,
     chosen_codec,
     chosen_pull_codec,
     chosen_rule,
     warn_of_amplifying,
+    whole,
 )
-from laconic.server._roles import Roles
-from laconic.server._shard import settings_of
+from laconic.schedules._master import NO_CODEC, Master, Round, ShardedMaster
+from laconic.schedules._rules import LocalRule, Replica
+from laconic.schedules._schedule import BudgetStats
+from laconic.schedules._server_master import ServerMaster
+from laconic.server._link import Roles
+from laconic.sharding._shard import settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class SSDStats(HasRatio):
-    """What one rank has done so far."""
+class SSDStats(BudgetStats):
+    """What one rank has done so far; a budget is that of the mean gradient."""
 
-    steps: int
     pulls: int  # asynchronous ones; a warm-up step has one of its own
     skipped_steps: int  # on all ranks, because a gradient of some rank was not finite
     skipped_shards: int  # by this rank alone: finite gradients, but too large for the codec
-    sent_bytes: int
-    plain_bytes: int  # what synchronous fp32 training would have sent, in a ring
     exchange_seconds: float  # in the communication thread: codec, optimizer and wire
-    wire_seconds: float  # of these, in collectives, waiting for other ranks included
-    # of codecs with a budget: expected relative squared error of the mean gradient, of parameters
-    error_budget: float | None = None  # what was asked for
-    error_mean: float | None = None  # over parameters and steps
-    error_largest: float | None = None  # of any parameter at any step
-    exact_means: int | None = None  # how often only the exact mean could keep the budget
-    kappa: float | None = None  # ‖mean‖²/average ‖gradient‖², where a codec has a budget
 
 
 class SSD(FlatOptimizer):
@@ -61,10 +50,10 @@ class SSD(FlatOptimizer):
     weights M, and the optimizer's state. `step()` number t = 0, 1, .. has the gradient g_t of this
     rank's own weights W_t, and
 
-    1. takes over M_t, if a pull was started at step t - 1 (waits for it; M_t has all gradients up
+    1. takes M_t, if a pull was started at step t - 1 (waits for it; M_t has all gradients up
        to g_{t-1}): w = M_t, otherwise w = W_t;
     2. makes a local step, W_{t+1} = w - Δ(w, g_t), by the rule `local` (None: W_{t+1} = w);
-    3. starts the push, which runs behind the next forward and backward: the owners get the mean of
+    3. starts the push, overlapped with the next forward and backward: the owners get the mean of
        g_t over ranks and step, M_{t+1} = optimizer(M_t, mean g_t). At every k-th step a pull
        follows: every rank is sent all of M_{t+1}.
 
@@ -73,7 +62,7 @@ class SSD(FlatOptimizer):
     by one step, M_{t+1} = M_t - lr·mean g(M_{t-1}).
     The first `warmup_steps` are synchronous and in full precision: what DDP does.
 
-    Bytes a rank sends at a step: (1 + 1/k)·(n-1)/n of the encoded vector, against 2·(n-1)/n.
+    Bytes per rank and step: (1 + 1/k)·(n-1)/n of the encoded vector, against 2·(n-1)/n.
     Time: [(k-1)·max(C, P) + max(C, P + L)]/k, with C computation, P push and L pull.
 
     - `optimizer` says which optimizer the owners run and holds its settings (learning-rate
@@ -85,12 +74,12 @@ class SSD(FlatOptimizer):
       with, spent in one encoding (with `servers`: of each worker's own gradient). `pull_codec` is
       for weights: None sends them as they are, others send differences to the last pull, so that
       errors do not accumulate.
-    - A gradient that is not finite on some rank is thrown away on all, in the local steps of that
+    - A gradient that is not finite on some rank is skipped on all, in the local steps of that
       rank, too: M, the optimizer's state and W stay finite. This is also what GradScaler needs:
       `scaler.step(opt)` runs on every rank, and each rank unscales by its own scale.
     - `servers=S`: the first S ranks of the group keep the master weights and do nothing else (call
-      `serve()` there), all others work: the paper's form, for workers whose links are thinner than
-      the servers', or that come and go (`leave`, `join`). Bytes a worker sends at a step: the
+      `serve()` there), all others work: the paper's form, for workers whose links are slower than
+      the servers', or that come and go (`leave`, `join`). Bytes per worker and step: the
       encoded vector; a server sends each worker 1/(k·S) of the weights.
     - Weights differ between ranks: evaluate and save `with opt.global_weights():`. Buffers, such as
       those of batch normalisation, stay each rank's own after the start.
@@ -99,6 +88,8 @@ class SSD(FlatOptimizer):
     unless `servers` is given, weights taken over at a fixed step instead of when they come, and all
     tensors in phase.
     """
+
+    cost: ClassVar[type[ScheduleCost]] = SSDCost
 
     _step_supports_amp_scaling = True  # GradScaler: call step() on all ranks, with found_inf
 
@@ -128,11 +119,11 @@ class SSD(FlatOptimizer):
         self.local = chosen_rule(local, optimizer)
         self.codec = chosen_codec(codec, "codec", rounds=servers > 0)
         warn_of_amplifying(optimizer, self.codec)
-        self.pull_codec = PLAIN if pull_codec is None else chosen_pull_codec(pull_codec)
+        self.pull_codec = NO_CODEC if pull_codec is None else chosen_pull_codec(pull_codec)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         roles = Roles(group, servers, timeout_s) if servers else None
         self._roles = roles
-        self._lane = roles.lane if roles else Lane(own_group(group, timeout_s))
+        self._lane = roles.lane if roles else CommLane(own_group(group, timeout_s))
         self.optimizer, self.servers = optimizer, servers
         self.serves = roles is not None and roles.serves  # this rank keeps weights: call serve()
         self._begin(model, self._lane.group, servers or self._lane.size)
@@ -142,45 +133,50 @@ class SSD(FlatOptimizer):
             return
         decoupled = isinstance(optimizer, AdamW)
         self._replica = Replica(self.flat, self.local, period, decoupled=decoupled)
-        self._masters: Masters | Served
+        self._server_master: ServerMaster | None = None
+        self._master: Master
         if roles:
-            self._masters = Served(self.flat, roles, self._lane, seed, self.pull_codec)
+            self._master = self._server_master = ServerMaster(
+                self.flat, roles, self._lane, seed, self.pull_codec, self._memory
+            )
         else:
-            self._masters = Masters(self.flat, optimizer, self._replica.own, self._lane, seed)
+            self._master = ShardedMaster(
+                self.flat, optimizer, self._replica.own, self._lane, seed, self._memory
+            )
         self._gradients = self.flat.empty(), self.flat.empty()  # one is sent, one is filled
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take this rank's gradients; on all ranks."""
         self._check_step(closure)
-        self._masters.turns.raise_errors()
+        self._master.in_flight.raise_errors()
         t, mine = self._steps, self._replica
-        self._masters.turns.wait(t)  # the push before the last one has this buffer
+        self._master.in_flight.wait(t)  # the push before the last one has this buffer
         g = self._gradients[t % 2]
         self.flat.read_gradients(g)
-        spoilt = clean(self, g)
+        found_inf = unscale(self, g)
         if t < self.warmup_steps:
-            self._start(g, spoilt, PLAIN, PLAIN)
-            self._masters.turns.wait(t)
+            self._start(g, found_inf, NO_CODEC, NO_CODEC)
+            self._master.in_flight.wait(t)
             mine.take_as_they_are()
         else:
             if mine.coming:
-                self._masters.turns.wait(t - 1)
-            mine.move(g, spoilt, self.param_groups)
+                self._master.in_flight.wait(t - 1)
+            mine.move(g, found_inf, self.param_groups)
             pulls = (t - self.warmup_steps + 1) % self.period == 0
-            self._start(g, spoilt, self.codec, self.pull_codec if pulls else None)
+            self._start(g, found_inf, self.codec, self.pull_codec if pulls else None)
             mine.coming = pulls
             self._pulls += pulls
         self.flat.write(mine.own)
         self._steps += 1
 
-    def _start(self, g: Tensor, spoilt: Tensor, codec: Codec, pull_codec: Codec | None) -> None:
-        self._masters.start(
+    def _start(self, g: Tensor, found_inf: Tensor, codec: Codec, pull_codec: Codec | None) -> None:
+        self._master.start(
             Round(
                 step=self._steps,
                 g=g,
-                spoilt=spoilt,
-                settings=settings_of(self.param_groups),  # as they are now: schedulers go on
+                found_inf=found_inf,
+                settings=settings_of(self.param_groups),  # as they are now: schedulers change them
                 codec=codec,
                 pull_codec=pull_codec,
                 before=self._replica.pulled,
@@ -189,33 +185,32 @@ class SSD(FlatOptimizer):
         )
 
     def wait(self) -> None:
-        """Until nothing is on its way; errors of the communication thread are raised here."""
+        """Until nothing is in flight; errors of the communication thread are raised here."""
         if not self.serves:
-            self._masters.turns.wait_for_all()
+            self._master.in_flight.wait_for_all()
 
     def leave(self) -> None:
-        """On a worker: servers go on without it. Every worker must, for `serve` to return."""
-        masters = self._of_servers("leave()")
+        """On a worker: servers continue without it. Every worker must, for `serve` to return."""
+        master = self._on_server("leave()")
         self.wait()
-        masters.leave()
+        master.leave()
         self._away = True
 
     def join(self) -> int:
         """On a worker that has left: take part again, from the step that is returned on."""
-        masters = self._of_servers("join()", away=True)
-        self._steps = masters.join(self._replica.next)
+        master = self._on_server("join()", away=True)
+        self._steps = master.join(self._replica.next)
         self._replica.begin_again()
         self.flat.write(self._replica.own)
         self._away = False
         return self._steps
 
-    def _of_servers(self, what: str, *, away: bool = False) -> Served:
-        masters = None if self.serves else self._masters
-        if not isinstance(masters, Served):
+    def _on_server(self, what: str, *, away: bool = False) -> ServerMaster:
+        if self.serves or self._server_master is None:
             raise ConfigError(f"{what} is for the workers of servers: SSD(.., servers=1)")
         if self._away != away:
             raise ConfigError(f"{what}: this worker has {'' if self._away else 'not '}left")
-        return masters
+        return self._server_master
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -226,16 +221,16 @@ class SSD(FlatOptimizer):
         """
         self._check_worker("global_weights()")
         self.wait()
-        room = self._gradients[0]  # nothing is on its way
-        self._masters.gather(self._steps, room)
+        room = self._gradients[0]  # nothing is in flight
+        self._master.gather(self._steps, room)
         with self._showing(room, lambda: self._replica.own):
             yield
 
     def stats(self) -> SSDStats:
-        """Bytes, times and counts so far; `wait()` first to count what is on its way."""
+        """Bytes, times and counts so far; `wait()` first to count what is in flight."""
         if self.serves:
             raise ConfigError("this rank serves: server_stats()")
-        traffic, (steps, shards) = self._masters.traffic, self._masters.skipped
+        traffic, (steps, shards) = self._master.traffic, self._master.skipped
         return SSDStats(
             steps=self._steps,
             pulls=self._pulls,
@@ -245,7 +240,7 @@ class SSD(FlatOptimizer):
             plain_bytes=self._lane.plain_bytes,
             exchange_seconds=self._lane.seconds,
             wire_seconds=traffic.wire_seconds,
-            **self._masters.error,
+            **self._master.error,
         )
 
     @property
@@ -263,16 +258,16 @@ class SSD(FlatOptimizer):
         if not self.serves:
             found["pulls"] = self._pulls
             found["replica"] = self._replica.state_dict()
-            found["shard"] = self._masters.state_dict()
+            found["shard"] = self._master.state_dict()
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from this rank's state_dict, to the bit; the model gets its weights, too."""
+        """Resume from this rank's state_dict, bit for bit; the model gets its weights, too."""
         self.wait()
         super().load_state_dict(state_dict)
         if self.serves:
             return
         self._pulls = int(state_dict["pulls"])
         self._replica.load_state_dict(state_dict["replica"])
-        self._masters.load_state_dict(state_dict["shard"])
+        self._master.load_state_dict(state_dict["shard"])
         self.flat.write(self._replica.own)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -13,14 +14,23 @@ from torch import Tensor, nn
 
 from laconic._key import Key
 from laconic._version import __version__
-from laconic.codecs import QSGD, Codec
+from laconic.codecs import QSGD, Codec, Place
+from laconic.comm._agreement import require_same_settings
+from laconic.comm._context import ExchangeSession
+from laconic.comm._sums import sum_in_place
+from laconic.comm._threads import CommLane, own_group
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, pair
-from laconic.exchanges._base import saved_memory
 from laconic.schedules._finite_sum import FiniteSum, Loss
-from laconic.schedules._module import load_buffers, own_buffers, whole
-from laconic.schedules._ssd_checks import check_identity
-from laconic.schedules._world import World
+from laconic.schedules._inputs import (
+    check_identity,
+    check_started,
+    load_buffers,
+    own_buffers,
+    same_start,
+    whole,
+)
+from laconic.schedules._schedule import ScheduleStats
 
 _SAMPLE = 1 << 32  # phase of the draws of samples: exchanges and codecs count theirs from 0
 _MOST_LEVELS, _MOST_BLOCK = 127, 127**2 - 1  # of qsgd; whole groups of 128 values
@@ -28,14 +38,13 @@ _VECTORS = ("x", "center", "gradient", "drift")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SVRGStats:
-    """What one rank has done: in an epoch, or in all of them."""
+class SVRGStats(ScheduleStats):
+    """What one rank has done: in an epoch, or in all of them.
+
+    `sent_bytes` are those to all receivers together, everything around the codes included.
+    """
 
     epochs: int
-    steps: int
-    sent_bytes: int  # to all receivers together, everything around the codes included
-    plain_bytes: int  # what as many steps of fp32 DDP would have sent, in a ring
-    wire_seconds: float  # in collectives, waiting for other ranks included
     loss: float  # f(y) over all ranks' samples, at the start of the latest epoch
     gradient_norm: float  # ‖∇f(y)‖ there
 
@@ -77,7 +86,7 @@ class QSVRG:
     this rank's samples: a tensor, a tuple of tensors, or a dataset with a length. Make it on all
     ranks of the group at once; all start from the first rank's parameters and hold the same bits of
     x and y after every step. Without a process group it is a world of one. Draws are a function of
-    (seed, rank, step): a run that is resumed goes on bit by bit.
+    (seed, rank, step): a run resumes bit for bit.
 
     >>> import torch, laconic as lc
     >>> a, b = torch.eye(4), torch.arange(4.0)
@@ -111,23 +120,23 @@ class QSVRG:
         if snapshot not in ("mean", "last"):
             raise ConfigError(f"snapshot must be 'mean' or 'last', not {snapshot!r}")
         self._sum = FiniteSum(model, loss, data)
-        d = self._sum.numel
+        self._flat = flat = self._sum.flat
         named = isinstance(codec, str) and "@" in codec
         way = "allgather" if exchange is None and not named else exchange
-        self.codec, self.exchange = pair(paper_codec(d) if codec is None else codec, way)
+        self.codec, self.exchange = pair(paper_codec(flat.numel) if codec is None else codec, way)
         self.model, self.lr, self.steps = model, float(lr), steps
         self.seed, self._snapshot = seed, snapshot
         self._batch_size, self._full_batch = batch_size, full_batch
-        self._world = World(group, timeout_s, self._sum.device, seed)
+        self._world = World(group, timeout_s, flat.device, seed)
         self._epochs = self._step = self._taken = 0  # epochs ended; all steps; those of this epoch
         self._since, self._seen = 0, torch.full((2,), math.nan)
         self._x, self._center, self._gradient, self._drift = (
-            torch.zeros(d, device=self._sum.device) for _ in _VECTORS
+            flat.empty().zero_() for _ in _VECTORS
         )
         self._join()
 
     def _join(self) -> None:
-        """Compare settings, learn everybody's number of samples, start from the same parameters."""
+        """Compare settings, gather numbers of samples, start from the same parameters."""
         self._world.join(self._settings(), self.exchange)
         counts = self._world.gather(len(self._sum))
         if not all(counts):
@@ -137,7 +146,7 @@ class QSVRG:
             )
         self._share = len(self._sum) / sum(counts)
         self._world.same_start(self.model)
-        self._sum.read(self._x)
+        self._flat.read(self._x)
 
     def _settings(self) -> dict[str, str]:
         """What all ranks must have in common."""
@@ -149,7 +158,7 @@ class QSVRG:
             "steps": str(self.steps),
             "snapshot": self._snapshot,
             "seed": str(self.seed),
-            "parameters": self._sum.layout(),
+            "parameters": "\n".join(f"{tuple(p.shape)} {p.dtype}" for p in self._flat.parameters),
         }
 
     def epoch(self) -> SVRGStats:
@@ -166,11 +175,11 @@ class QSVRG:
             self._open()
         with torch.no_grad():
             v = self._direction()
-            self._world.mean(v, self.codec, self.exchange, self._step, self._sum.places)
+            self._world.mean(v, self.codec, self.exchange, self._step, self._flat.places)
             self._follow()
             # a product, then a sum: fused they would round differently where loops are cut
             self._x.sub_(v.mul_(self.lr))
-        self._sum.show(self._x)
+        self._flat.write(self._x)
         self._step, self._taken = self._step + 1, self._taken + 1
         if self._taken == self.steps:
             self._close()
@@ -178,11 +187,7 @@ class QSVRG:
     def _open(self) -> None:
         """y = x, and the full gradient there."""
         self._sum.check()
-        if not self._sum.shows(self._x):
-            raise ConfigError(
-                "the model's parameters were changed since the last step: make a new QSVRG (or, to "
-                "resume, load_state_dict() after loading the model)"
-            )
+        self._flat.check_unchanged(self._x)
         self._center.copy_(self._x)
         self._drift.zero_()
         joint = self._take("full", 1)
@@ -193,7 +198,7 @@ class QSVRG:
         self._seen = torch.stack([joint[-1], self._gradient.norm()])
 
     def _local_sum(self, gradient: Tensor, value: Tensor) -> None:
-        """This rank's part of ∇f and f: over all its samples, divided by everybody's number."""
+        """This rank's part of ∇f and f: over all its samples, divided by the number of all."""
         total, one = len(self._sum), self._take("one")
         gradient.zero_()
         value.zero_()
@@ -207,11 +212,11 @@ class QSVRG:
         """v: unbiased for ∇f(x), and small where x and y are near the optimum."""
         batch, v, there = self._sum.batch(self._draw()), self._take("v"), self._take("one")
         self._sum.gradient(batch, v)
-        self._sum.show(self._center)
+        self._flat.write(self._center)
         try:
             self._sum.gradient(batch, there)
         finally:
-            self._sum.show(self._x)
+            self._flat.write(self._x)
         return v.sub_(there).mul_(self._world.size * self._share).add_(self._gradient)
 
     def _draw(self) -> list[int]:
@@ -230,20 +235,39 @@ class QSVRG:
     def _close(self) -> None:
         if self._snapshot == "mean":
             torch.add(self._center, self._drift, out=self._x)
-            self._sum.show(self._x)
+            self._flat.write(self._x)
         self._epochs, self._taken = self._epochs + 1, 0
 
     def _take(self, name: str, more: int = 0) -> Tensor:
-        return self._world.scratch.take(name, self._x.numel() + more, self._sum.device)
+        return self._world.session.scratch.take(name, self._x.numel() + more, self._flat.device)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch optimizers; steps themselves neither read nor leave gradients there."""
+        self.model.zero_grad(set_to_none)
+
+    def wait(self) -> None:
+        """Nothing is in flight between steps."""
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Inside, the model has x, as it always has; what is done to it in here is forgotten."""
+        try:
+            yield
+        finally:
+            self._flat.write(self._x)
 
     def close(self) -> None:
-        """Give the process group back; on all ranks, behind the last step."""
+        """Release the process group; on all ranks, after the last step."""
         self._world.close()
 
     def stats(self) -> SVRGStats:
         """What this rank has done; bytes and times since it was made or loaded."""
-        (loss, norm), traffic, n = self._seen.tolist(), self._world.traffic, self._world.size
-        steps = self._step - self._since
+        (loss, norm), traffic, n = (
+            self._seen.tolist(),
+            self._world.session.traffic,
+            self._world.size,
+        )
+        steps, n = self._step - self._since, self._world.size
         return SVRGStats(
             epochs=self._epochs,
             steps=self._step,
@@ -255,34 +279,30 @@ class QSVRG:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved, on every rank, to go on exactly, in the middle of an epoch too."""
-        own: Any = self.codec
+        """What must be saved, on every rank, to resume exactly, in the middle of an epoch too."""
         return {
             "identity": self._fixed(),
             "epochs": self._epochs,
             "step": self._step,
             "taken": self._taken,
             "seen": self._seen.tolist(),
-            "memory": own.state_dict() if own.remembers else {},
-            "exchange memory": saved_memory(self._world.memory),
+            **self._world.session.memory.state_dict(),
             "buffers": own_buffers(self.model),
             **{name: getattr(self, f"_{name}").clone() for name in _VECTORS},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from this rank's state_dict; the model gets its parameters from it."""
+        state = state_dict
         check_identity(self._fixed(), state, "the saved model's weights")
         load_buffers(self.model, state["buffers"])
         self._epochs, self._step = int(state["epochs"]), int(state["step"])
         self._since = self._step
         self._taken, self._seen = int(state["taken"]), torch.tensor(state["seen"])
-        own: Any = self.codec
-        if own.remembers:
-            own.load_state_dict(state["memory"])
-        self._world.memory = dict(state["exchange memory"])  # exchanges take up what is theirs
+        self._world.session.memory.load_state_dict(state)
         for name in _VECTORS:
             getattr(self, f"_{name}").copy_(state[name])
-        self._sum.show(self._x)
+        self._flat.write(self._x)
 
     def _fixed(self) -> dict[str, str]:
         """What a resumed run must not change; its lr it may."""
@@ -320,3 +340,67 @@ def _since(before: SVRGStats, now: SVRGStats) -> SVRGStats:
     values = {item.name: getattr(now, item.name) for item in fields(SVRGStats)}
     counted = {k: v - getattr(before, k) for k, v in values.items() if k not in latest}
     return SVRGStats(**{**values, **counted})
+
+
+class World:
+    """What ranks do together in a method without overlap: every call waits, on all of them.
+
+    Alone, nothing is sent, but values are encoded and decoded as they would be.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout_s: float, device: torch.device, seed: int
+    ) -> None:
+        if group is not None:
+            check_started()
+        self._lane = CommLane(own_group(group, timeout_s)) if dist.is_initialized() else None
+        self.rank = self._group.rank() if self._group else 0
+        self.size = self._group.size() if self._group else 1
+        self._device = device
+        self.session = ExchangeSession(seed=seed)
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._lane and self._lane.group
+
+    def close(self) -> None:
+        """Give the group back."""
+        if self._lane is not None:
+            self._lane.close()
+
+    def join(self, settings: dict[str, str], exchange: Exchange) -> None:
+        """ConfigError on all ranks unless all have the same settings."""
+        if self._group is not None:
+            require_same_settings(settings, self._group, self._device)
+            exchange.prepare(self._group)
+
+    def gather(self, number: int) -> list[int]:
+        """Every rank's number."""
+        if self._group is None:
+            return [number]
+        numbers = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
+        dist.all_gather(numbers, torch.tensor([number], device=self._device), group=self._group)
+        return [int(one) for one in numbers]
+
+    def same_start(self, model: nn.Module) -> None:
+        """All begin with the first rank's parameters and buffers."""
+        if self._group is not None:
+            same_start(model, self._group)
+
+    def sum(self, x: Tensor) -> None:
+        """x becomes its sum over ranks, in its own precision."""
+        if self._group is not None:
+            sum_in_place(x, self.session.context(self._group))
+
+    def mean(
+        self, x: Tensor, codec: Codec, exchange: Exchange, step: int, places: Sequence[Place]
+    ) -> None:
+        """x becomes the mean of what all ranks' encoded x decode to."""
+        if self._group is not None:
+            context = self.session.context(self._group, step=step, places=places)
+            exchange.mean(x, codec, context)
+            return
+        room = self.session.scratch.take("wire", codec.nbytes(x.numel()), self._device, torch.uint8)
+        key = Key(seed=self.session.seed, step=step)
+        wire = codec.encode(x, key, out=room, residuals=self.session.memory.residuals)
+        codec.decode(wire, out=x)

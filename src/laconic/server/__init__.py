@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laconic.server._arrivals import Delays
+from laconic.server._async_server import Delays
 from laconic.server._serving import ServerStats
 
 __all__ = ["Delays", "ServerStats"]

@@ -1,24 +1,28 @@
-"""Frames between a worker and a server: a header that says how long the body is, then the body."""
+"""Links between workers and servers, and the frames on them: a header, then a body."""
 
 from __future__ import annotations
 
 import struct
+import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum, IntFlag
+from threading import Thread, current_thread
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from laconic.comm._closing import break_off, close_at_exit
+from laconic.comm._context import Traffic
+from laconic.comm._threads import CommLane, own_group
 from laconic.errors import ConfigError, LostError, WireError
-from laconic.exchanges import Traffic
-from laconic.exchanges._ending import break_off
 from laconic.kernels import backend
 
 _MAGIC = b"LCSV"
@@ -37,7 +41,7 @@ class Kind(IntEnum):
     SETTINGS = 1  # learning rates and the like, from now on; has no answer
     PUSH = 2  # a gradient
     PULL = 3  # the weights that a worker steps from
-    PEEK = 4  # the weights as they are, exactly
+    READ = 4  # the weights as they are, exactly
     JOIN = 5
     LEAVE = 6
     DONE = 7  # a server's answer, perhaps with weights
@@ -51,14 +55,14 @@ class Flag(IntFlag):
     PLAIN = 1  # the gradient is as it is, whatever the codec
     PULL = 2  # answer with weights
     CODED = 4  # encoded, as differences
-    SPOILT = 8  # not finite: nobody may step with it
-    SKIPPED = 16  # a server's: it did not step, because of somebody's SPOILT
+    FOUND_INF = 8  # not finite: no server may step with it
+    SKIPPED = 16  # a server's: it did not step, because of somebody's FOUND_INF
     SHARD_SKIPPED = 32  # a server's: it did not step, because of a gradient too large for its wire
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """A header of 44 bytes; `check` is that of the body behind it."""
+    """A header of 44 bytes; `check` is that of the body that follows."""
 
     kind: Kind
     flags: Flag = Flag.NONE
@@ -81,7 +85,7 @@ class Frame:
         (crc,) = _CRC.unpack_from(head, _LAYOUT.size)
         if magic != _MAGIC or crc != zlib.crc32(head[: _LAYOUT.size]):
             raise WireError(
-                "bytes came that are no frame: is another program on this process group?"
+                "received bytes that are no frame: is another program on this process group?"
             )
         try:
             return Frame(
@@ -94,7 +98,7 @@ class Frame:
                 check=check,
             )
         except ValueError as error:
-            raise WireError(f"a frame of unknown kind came: {error}") from None
+            raise WireError(f"received a frame of unknown kind: {error}") from None
 
 
 def body_check(body: Tensor) -> int:
@@ -164,7 +168,7 @@ class Link:
         self.finish()
 
     def receive(self, *, patient: bool = False) -> Frame:
-        """The next header; `patient` waits without end, which an end of the peer ends, too."""
+        """The next header; `patient` waits without a time-out, until the peer is gone."""
         data = torch.empty(FRAME_BYTES, dtype=torch.uint8)
         self._take(data, patient)
         return Frame.unpack(data)
@@ -210,3 +214,64 @@ class Link:
         except RuntimeError as error:
             why = "did not answer in time" if "imed out" in str(error) else "is gone"
             raise LostError(f"rank {self.peer} {why} ({error})") from error
+
+
+class Roles:
+    """The first `servers` ranks of a group serve, all others work.
+
+    Servers are numbered 0, 1, .. and own the chunks of that number; workers are numbered 0, 1, ..
+    too. `links` are this rank's: to all workers, or to all servers, by their numbers.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, servers: int, timeout_s: float) -> None:
+        self.lane, self.servers = CommLane(own_group(group, timeout_s)), servers
+        self.workers = self.group.size() - servers
+        if self.workers < 1:
+            raise ConfigError(
+                f"{servers} servers among {self.group.size()} ranks leave no worker: start more "
+                "ranks, or take fewer servers"
+            )
+        rank = self.group.rank()
+        self.serves = rank < servers
+        self.number = rank if self.serves else rank - servers
+        self.links = self._link(timedelta(seconds=timeout_s))
+        self.threads: list[Thread] = []  # that wait at links
+        weakref.finalize(self, _hang_up, self.links, self.threads).atexit = False
+        close_at_exit(self)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Of all servers and workers."""
+        return self.lane.group
+
+    def close(self) -> None:
+        """End what is in flight, the links, the threads that wait there, and the group."""
+        self.lane.close()
+        _hang_up(self.links, self.threads)
+
+    def _link(self, timeout: timedelta) -> list[Link]:
+        ranks = dist.get_process_group_ranks(self.group)
+        peers = ranks[self.servers :] if self.serves else ranks[: self.servers]
+        # both sides make their links in order of ranks, so some pair can always proceed
+        return [Link(dist.get_rank(), peer, timeout) for peer in peers]
+
+    def traffic(self) -> Traffic:
+        """Of all links together."""
+        found = Traffic()
+        for link in self.links:
+            found.sent_bytes += link.traffic.sent_bytes
+            found.wire_seconds += link.traffic.wire_seconds
+        return found
+
+    def rank_of(self, worker: int) -> int:
+        """A worker's global rank, for people."""
+        return dist.get_global_rank(self.group, self.servers + worker)
+
+
+def _hang_up(links: Sequence[Link], threads: list[Thread]) -> None:
+    for link in links:
+        link.close()
+    while threads:
+        thread = threads.pop()
+        if thread is not current_thread():
+            thread.join()

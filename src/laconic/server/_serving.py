@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from laconic.errors import LaconicError
 from laconic.exchanges._nested import Nesting
-from laconic.server._arrivals import Arrivals, Delays
-from laconic.server._desk import Desk
-from laconic.server._keeper import ALL, Keeper
-from laconic.server._roles import Roles
-from laconic.server._rounds import Rounds
+from laconic.server._async_server import AsyncServer, Delays
+from laconic.server._link import Roles
+from laconic.server._request_queue import Request, RequestQueue
+from laconic.server._shard_server import ALL, ShardServer
+from laconic.server._sync_server import SyncServer
 
 _TELL_S = 10.0  # for workers to hear of an error of the server; later they see that it is gone
 
@@ -32,68 +32,76 @@ class ServerStats:
     sent_bytes: int = 0
 
 
+class Server(Protocol):
+    """What answers the requests of workers: `SyncServer` or `AsyncServer`."""
+
+    members: set[int]  # workers that take part
+
+    @property
+    def updates(self) -> int: ...
+
+    @property
+    def expects_requests(self) -> bool: ...
+
+    def handle(self, request: Request, each: Callable[[int], object] | None) -> None: ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+
 class Serving:
     """Synchronous, or asynchronous with a bounded delay."""
 
-    def __init__(self, keeper: Keeper, roles: Roles, *, most_delay: int | None) -> None:
-        self._keeper, self._roles, self._most_delay = keeper, roles, most_delay
-        self.updates = 0
+    def __init__(self, shard: ShardServer, roles: Roles, *, most_delay: int | None) -> None:
+        self._shard, self._roles, self._most_delay = shard, roles, most_delay
+        self._loaded_updates = 0
         if most_delay is None:
-            keeper.remember(ALL)  # all begin with the same weights
-        self._now: Rounds | Arrivals | None = None
+            shard.remember(ALL)  # all begin with the same weights
+        self._server: Server | None = None
 
     def serve(self, each: Callable[[int], object] | None) -> None:
         """Until the last worker has left; errors are told to all workers first."""
-        now = self._now = self._mode()
-        desk = Desk(self._roles.links, self._keeper.most_bytes, self._keeper.settings)
-        self._roles.threads.extend(desk.threads)
+        server = self._server = self._made()
+        queue = RequestQueue(self._roles.links, self._shard.most_bytes, self._shard.settings)
+        self._roles.threads.extend(queue.threads)
         try:
-            now.serve(desk, each)
+            while server.expects_requests:
+                server.handle(queue.take(), each)
         except BaseException as error:
             known = isinstance(error, LaconicError)
-            desk.close(str(error) if known else f"a server failed: {error!r}", _TELL_S)
+            queue.close(str(error) if known else f"a server failed: {error!r}", _TELL_S)
             raise
-        finally:
-            self.updates = self._updates()
-        desk.close()
+        queue.close()
 
-    def _mode(self) -> Rounds | Arrivals:
+    def _made(self) -> Server:
+        updates = self.updates
         if self._most_delay is None:
-            return Rounds(self._keeper, self._roles, self.updates)
-        return Arrivals(self._keeper, self._roles, self._most_delay, self.updates)
+            return SyncServer(self._shard, self._roles, updates)
+        return AsyncServer(self._shard, self._roles, self._most_delay, updates)
 
-    def _updates(self) -> int:
-        now = self._now
-        if now is None:
-            return self.updates
-        return now.step if isinstance(now, Rounds) else now.order.version
+    @property
+    def updates(self) -> int:
+        """So far, those of a loaded state included."""
+        return self._loaded_updates if self._server is None else self._server.updates
 
     def stats(self) -> ServerStats:
         """May be called from `each`, or from another thread."""
-        now, shard, nests = self._now, self._keeper.shard, self._keeper.nests
-        members = sorted(now.members) if now else range(self._roles.workers)
-        found: dict[str, Any] = {}
-        if isinstance(now, Arrivals):
-            found = {
-                "lost": dict(now.lost),
-                "delays": dict(now.delays),
-                "held_seconds": now.held_seconds,
-            }
+        server, shard, nested = self._server, self._shard.shard, self._shard.nested
+        members = sorted(server.members) if server else range(self._roles.workers)
         return ServerStats(
-            updates=self._updates(),
+            updates=self.updates,
             members=tuple(self._roles.rank_of(worker) for worker in members),
-            nesting=None if nests is None else nests.stats(),
+            nesting=None if nested is None else nested.stats(),
             skipped_steps=shard.skipped_steps,
             skipped_shards=shard.skipped_shards,
             sent_bytes=self._roles.traffic().sent_bytes,
-            **found,
+            **(server.stats() if server else {}),
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, the optimizer's state, the number of updates."""
-        return {"updates": self._updates(), "keeper": self._keeper.state_dict()}
+        return {"updates": self.updates, "keeper": self._shard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before `serve`."""
-        self.updates = int(state["updates"])
-        self._keeper.load_state_dict(state["keeper"])
+        self._server, self._loaded_updates = None, int(state["updates"])
+        self._shard.load_state_dict(state["keeper"])

@@ -106,7 +106,5 @@ def _errors(subject: Subject, x: Tensor) -> Tensor:
     own = subject.fresh()
     rows = []
     for step in range(subject.draws):
-        if own.remembers:
-            own = subject.fresh()
         rows.append(subject.round_trip(x, Key(seed=5, step=step), own).double() - x.double())
     return torch.stack(rows)

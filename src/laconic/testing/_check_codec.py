@@ -20,6 +20,7 @@ _RULES: tuple[Callable[[Subject], None], ...] = (
     _rules.not_finite,
     _rules.sizes,
     _rules.same_key,
+    _rules.no_state,
     _rules.other_keys,
     _rules.bytes_alone,
     _rules.into_others,
@@ -28,7 +29,7 @@ _RULES: tuple[Callable[[Subject], None], ...] = (
     _chance.unbiased,
     _chance.variance,
     _together.sums,
-    _together.memory,
+    _together.residuals,
 )
 _IN_GROUPS = (_together.exchange, _together.compressed)
 
@@ -45,7 +46,7 @@ def check_codec(
 
     Takes a codec, its text, or a function that makes one. Rules are those of `laconic.Codec`:
     shapes and dtypes, zeros, values that are not finite, lengths, keys, out= and add=, damaged
-    wires, and for those that declare it the mean, the bound of the variance, sums and memories.
+    wires, and for those that declare it the mean, the bound of the variance, sums and residuals.
     Then (`exchange`) it goes through its exchange and `lc.compress`: with the process group that
     there is, if all of its ranks call, or alone.
 

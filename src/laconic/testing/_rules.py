@@ -19,6 +19,13 @@ _KEY = Key(seed=1, step=2, tensor=3, rank=4)
 _CLOSE = 2.0**-18  # of the largest value: some roundings in fp32
 
 
+_PROMISED = {
+    "shared_norm": ("local_norm", "global_norm"),
+    "pairwise": ("reduce",),
+    "integer_sum": ("levels_for",),
+}
+
+
 def declares(subject: Subject) -> None:
     """What classes say of themselves."""
     own, twin = subject.fresh(), subject.fresh()
@@ -46,15 +53,16 @@ def declares(subject: Subject) -> None:
     bound = own.variance_bound(1000)
     if bound is not None and not 0 <= bound < math.inf:
         broken(own, rule, f"variance_bound(1000) is {bound}", "Return None if there is no bound")
-    if own.remembers and not all(
-        hasattr(own, name) for name in ("state_dict", "load_state_dict", "reset")
-    ):
-        broken(
-            own,
-            "what is remembered can be saved",
-            "it says remembers=True and lacks state_dict, load_state_dict or reset",
-            "Add them: without them a checkpoint loses the memory",
-        )
+    for flag, names in _PROMISED.items():
+        missing = [name for name in names if vars(Codec)[name] is getattr(type(own), name)]
+        if getattr(own, flag) and missing:
+            broken(own, rule, f"it says {flag}=True and lacks {', '.join(missing)}", "Write them")
+    if own.lossless:
+        x = subject.gaussian(100)
+        sent = own.encode(x, _KEY).data[HEADER_BYTES:].view(x.dtype)
+        if not torch.equal(sent, x):
+            what = "it says lossless=True, and its wire does not hold the values as they are"
+            broken(own, rule, what, "It is for such codecs alone: servers then send plain values")
 
 
 def has_a_text(subject: Subject) -> None:
@@ -159,6 +167,22 @@ def same_key(subject: Subject) -> None:
                 "Draw from the key (laconic.codecs.uniform), not from torch's generator, and write "
                 "every byte of the body, padding too",
             )
+
+
+def no_state(subject: Subject) -> None:
+    """What was encoded before makes no difference: all that is remembered is the caller's."""
+    own, x = subject.fresh(), subject.gaussian(1000)
+    wires = []
+    for step in range(2):
+        wires.append(own.encode(x, _KEY).data.clone())
+        own.encode(subject.gaussian(1000, seed=1 + step), replace(_KEY, step=step))
+    if not torch.equal(*wires):
+        broken(
+            own,
+            "a codec has no state",
+            "the same input and key make other bytes after another encode",
+            "Keep what is owed in residuals=, which the caller gives and saves",
+        )
 
 
 def other_keys(subject: Subject) -> None:
@@ -283,7 +307,7 @@ def _parsed(data: Tensor, x: Tensor) -> Wire:
 
 
 def segments(subject: Subject) -> None:
-    """A codec with a step a tensor takes segments."""
+    """A codec with a step per tensor takes segments."""
     own = subject.fresh()
     if not own.segmented:
         return

@@ -22,7 +22,7 @@ class RuleError(AssertionError):
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Makes codecs that remember nothing, and gives decode the side information it needs."""
+    """Makes codecs, and gives decode the side information it needs."""
 
     make: Callable[[], Codec]
     side: Callable[[Tensor], Tensor] | None
@@ -31,10 +31,7 @@ class Subject:
 
     def fresh(self) -> Codec:
         """One that has not encoded anything."""
-        own = self.make()
-        if own.remembers:
-            own.reset()  # pyright: ignore[reportAttributeAccessIssue] (checked by a rule)
-        return own
+        return self.make()
 
     def decode(self, own: Codec, wire: Wire, x: Tensor, **options: Any) -> Tensor:
         """What becomes of x."""
@@ -59,8 +56,8 @@ class Subject:
         return torch.equal(self.round_trip(x, Key()), x)
 
 
-def broken(own: Codec, rule: str, what: str, mend: str) -> NoReturn:
-    """Say so."""
+def broken(own: object, rule: str, what: str, mend: str) -> NoReturn:
+    """Raise RuleError: which rule a codec, exchange or schedule breaks, how to fix it."""
     told = str(own) if isinstance(getattr(own, "name", None), str) else type(own).__name__
     raise RuleError(f"{told} breaks the rule that {rule}: {what}. {mend}".strip())
 

@@ -22,8 +22,8 @@ from laconic.kernels._coding import (
     TAIL_BITS,
     Kind,
 )
-from laconic.kernels._numba.chunk import acceptable, decode_planes, frame, salt_of
-from laconic.kernels._numba.memory import (
+from laconic.kernels._numba.chunk import Chunk, coder_of
+from laconic.kernels._numba.intrinsics import (
     Pointer,
     i16,
     i32,
@@ -49,71 +49,9 @@ _BITS, _SIGN, _MASK, _MOVE, _FIELD, _SIZE, _NEXT, _TAILS = (
 
 
 @kernel
-def encode_bitmap(
-    q: np.ndarray,
-    first: int,
-    last: int,
-    count: np.ndarray,
-    segment: np.ndarray,
-    marks: np.ndarray,
-    stamps: np.ndarray,
-    k0: np.uint32,
-    k1: np.uint32,
-    form: int,
-    scratch: np.ndarray,
-    out: np.ndarray,
-    to: int,
-    ends: np.ndarray,
-    checks: np.ndarray,
-) -> int:
-    """Chunks first .. last-1 of a section; see `coding.py`."""
-    q, out, work, sums = pointer(q), pointer(out), pointer(scratch), pointer(checks)
-    start = to
-    for c in range(first, last):
-        at, n = (c - first) * CHUNK, int(count[c])
-        length = _put_stream(q, at, (n + BLOCK - 1) // BLOCK * LANES, work)
-        salt = salt_of(c, stamps[segment[c]], k0, k1)
-        mark = u32(marks[c])
-        to = frame(work, length, _KIND, q, at, n, mark, salt, out, to, sums, c)
-        ends[c] = u32(to - start)
-    return to
-
-
-@kernel
-def decode_bitmap(
-    payload: np.ndarray,
-    first: int,
-    last: int,
-    count: np.ndarray,
-    ends: np.ndarray,
-    k0: np.uint32,
-    k1: np.uint32,
-    limit: int,
-    scratch: np.ndarray,
-    q: np.ndarray,
-) -> int:
-    """-1, or the first malformed chunk of first .. last-1; see `coding.py`."""
-    words, work, q = pointer(payload), pointer(scratch), pointer(q)
-    for c in range(first, last):
-        to, n = (c - first) * CHUNK, int(count[c])
-        at = int(ends[c - 1]) if c else 0
-        length = int(ends[c]) - at - 1
-        head = load(words, at)
-        if u32(head & u32(0xFF)) == u32(0):
-            good = decode_planes(words, at + 1, length, head, q, to, n)
-        elif u32(head & u32(0xFFFF)) == u32(_KIND):
-            groups = (n + BLOCK - 1) // BLOCK * LANES
-            good = _get_stream(words, at + 1, length, groups, q, to, work)
-        else:
-            good = False
-        if not good or not acceptable(q, to, n, limit):
-            return c
-    return -1
-
-
-@kernel
-def _put_stream(q: Pointer, at: int, lanes: int, work: Pointer) -> int:
-    """The stream of a chunk of so many lanes, at work[0:]; its length in words."""
+def _put(q: Pointer, at: int, n: int, chunk: Chunk, work: np.ndarray) -> tuple[int, int]:
+    """The stream of a chunk; see `coder_of`."""
+    work, lanes = pointer(work), (n + BLOCK - 1) // BLOCK * LANES
     for b in range(lanes // LANES):
         _cut(q, at + b * BLOCK, work, b * LANES)
     _any_bit(work, lanes)
@@ -129,7 +67,7 @@ def _put_stream(q: Pointer, at: int, lanes: int, work: Pointer) -> int:
     end = _append(work, end, lanes)
     total = _prepare(work, lanes)
     if total == 0:
-        return 0
+        return 0, _KIND
     _compress(work, _SIGN, lanes)
     end = _append(work, end, lanes)
     for _ in range(CLIP - 1):
@@ -146,7 +84,7 @@ def _put_stream(q: Pointer, at: int, lanes: int, work: Pointer) -> int:
             for g in range(lanes):
                 store(work, _FIELD + g, load(work, _TAILS + _ROW * plane + g))
             end = _append(work, end, lanes)
-    return (end + 31) // 32
+    return (end + 31) // 32, _KIND
 
 
 @kernel
@@ -309,10 +247,21 @@ def _append(work: Pointer, end: int, lanes: int) -> int:
 
 
 @kernel
-def _get_stream(
-    words: Pointer, at: int, length: int, lanes: int, q: Pointer, to: int, work: Pointer
+def _get(
+    words: Pointer,
+    at: int,
+    length: int,
+    kind: int,
+    q: Pointer,
+    to: int,
+    n: int,
+    chunk: Chunk,
+    work: np.ndarray,
 ) -> bool:
     """Decode words[at : at + length]; False if no encoder wrote it."""
+    if kind != _KIND:
+        return False
+    work, lanes = pointer(work), (n + BLOCK - 1) // BLOCK * LANES
     bits = 32 * length
     for g in range(lanes):
         store(work, _SIZE + g, u32(1))
@@ -419,3 +368,6 @@ def _add_tails(
             store(q, _place(to, g, i), i16(i32(v + i32(rest)) if v > 0 else i32(v - i32(rest))))
             rank = u32(rank + u32(1))
     return end
+
+
+CODER = coder_of("bitmap", _put, _get)

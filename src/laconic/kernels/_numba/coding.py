@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from threading import local
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -21,14 +20,16 @@ from laconic.kernels._coding import (
     plane_words,
     table,
 )
-from laconic.kernels._numba.chunk import check, salt_of
-from laconic.kernels._numba.memory import i16, kernel, load, pointer, store, u32
+from laconic.kernels._numba.chunk import Coder, check, salt_of
+from laconic.kernels._numba.group import Words, words
+from laconic.kernels._numba.intrinsics import i16, kernel, load, pointer, store, u32
 from laconic.kernels._pool import split
+from laconic.kernels._protocol import Coding
 
 _BATCH = 8  # chunks that are quantized, then coded: 128 KiB of integers stay in the cache
 _MOST = plane_words(CHUNK, 15)  # words of the longest chunk
-_CODERS = {
-    Kind.FIXED: "fixed",
+_MODULES = {
+    Kind.FIXED: "chunk",
     Kind.BITMAP: "bitmap",
     Kind.ELIAS_SPARSE: "elias",
     Kind.RANS: "rans",
@@ -58,28 +59,28 @@ def _staging(words: int) -> np.ndarray:
     return kept if len(kept) >= words else np.empty(words, np.uint32)
 
 
-def encode_integers(q: Tensor, section: Section, *, stream: Stream, coder: int, form: int) -> None:
-    """See the reference."""
+def encode_integers(q: Tensor, section: Section, coding: Coding) -> None:
+    """See `Kernels`."""
     where, data = table((q.numel(),)), q.numpy()
     marks, stamps = np.zeros(where.chunks, np.uint16), np.zeros(1, np.uint32)
 
     def fill(batch: np.ndarray, first: int, last: int) -> None:
         _copy_in(data, where.start, where.count, first, last, batch)
 
-    encode_chunks(fill, where, marks, stamps, stream, coder, form, section)
+    encode_chunks(fill, where, marks, stamps, coding, section)
 
 
-def decode_integers(section: Section, q: Tensor, *, stream: Stream, coder: int, limit: int) -> None:
-    """See the reference."""
+def decode_integers(section: Section, q: Tensor, coding: Coding, *, limit: int) -> None:
+    """See `Kernels`."""
     where, data = table((q.numel(),)), q.numpy()
-    marks = encoded_marks(section, where, np.zeros(1, np.uint32), stream)
+    marks = encoded_marks(section, where, np.zeros(1, np.uint32), coding.stream)
     if marks.any():
         raise WireError("the wire's chunks carry marks that its codec does not write")
 
     def use(batch: np.ndarray, first: int, last: int) -> None:
         _copy_out(batch, where.start, where.count, first, last, data)
 
-    decode_chunks(use, where, stream, coder, limit, section)
+    decode_chunks(use, where, coding, limit, section)
 
 
 def encode_chunks(
@@ -87,30 +88,25 @@ def encode_chunks(
     where: Table,
     marks: np.ndarray,
     stamps: np.ndarray,
-    stream: Stream,
-    coder: int,
-    form: int,
+    coding: Coding,
     section: Section,
 ) -> None:
     """Code what `fill` writes for each batch; each thread's chunks end up next to each other."""
     ends, checks, payload = _views(section)
-    code = _kernel("encode", coder)
-    key = (u32(stream.k0), u32(stream.k1))
+    coder, key, form = _coder(coding), words(coding.stream), coding.form
+    place, tables = (where.count, where.segment, marks, stamps), coder.tables()[0]
     # a short payload (a ceiling on the wire) is written only once the length is known
     direct = len(payload) >= where.chunks * _MOST
 
     def part(first: int, last: int) -> tuple[int, int, np.ndarray | None]:
         own = direct and first == 0
         out = payload if own else _staging((last - first) * _MOST)
-        to = 0
+        to, q, work = 0, _scratch.integers, _scratch.words
         for c in range(first, last, _BATCH):
             d = min(c + _BATCH, last)
-            fill(_scratch.integers, c, d)
+            fill(q, c, d)
             at = to
-            to = code(
-                _scratch.integers, c, d, where.count, where.segment, marks, stamps, *key,
-                form, _scratch.words, out, at, ends, checks,
-            )  # fmt: skip
+            to = coder.encode(q, c, d, place, key, form, work, tables, out, at, ends, checks)
             ends[c:d] += u32(at)
         return first, to, None if own else out
 
@@ -127,23 +123,20 @@ def encode_chunks(
         position += length
 
 
-def decode_chunks(
-    use: Fill, where: Table, stream: Stream, coder: int, limit: int, section: Section
-) -> None:
+def decode_chunks(use: Fill, where: Table, coding: Coding, limit: int, section: Section) -> None:
     """Decode batches and hand each to `use`; WireError at the first malformed chunk."""
     ends, _, payload = _views(section)
-    decode = _kernel("decode", coder)
-    key = (u32(stream.k0), u32(stream.k1))
+    coder, key, count = _coder(coding), words(coding.stream), where.count
+    tables = coder.tables()[1]
 
     def part(first: int, last: int) -> int:
+        q, work = _scratch.integers, _scratch.words
         for c in range(first, last, _BATCH):
             d = min(c + _BATCH, last)
-            bad = decode(
-                payload, c, d, where.count, ends, *key, limit, _scratch.words, _scratch.integers
-            )
+            bad = coder.decode(payload, c, d, count, ends, key, limit, work, tables, q)
             if bad >= 0:
                 return bad
-            use(_scratch.integers, c, d)
+            use(q, c, d)
         return -1
 
     for bad in split(part, where.chunks, CHUNK):
@@ -155,14 +148,8 @@ def encoded_marks(section: Section, where: Table, stamps: np.ndarray, stream: St
     """The marks of all chunks, after their places and check sums were verified."""
     ends, checks, payload = _views(section)
     marks = np.empty(where.chunks, np.uint16)
-    key = (u32(stream.k0), u32(stream.k1))
-    found = split(
-        lambda a, b: _verify(
-            payload, ends, checks, where.count, where.segment, stamps, *key, a, b, marks
-        ),
-        where.chunks,
-        CHUNK,
-    )
+    args = (payload, ends, checks, where.count, where.segment, stamps, words(stream), marks)
+    found = split(lambda a, b: _verify(*args, a, b), where.chunks, CHUNK)
     for bad in found:
         if bad >= 0:
             raise WireError(
@@ -176,9 +163,9 @@ def _views(section: Section) -> tuple[np.ndarray, ...]:
     return tuple(part.numpy().view(np.uint32) for part in parts)
 
 
-def _kernel(way: str, coder: int) -> Any:
-    name = _CODERS[Kind(coder)]
-    return getattr(import_module(f"laconic.kernels._numba.{name}"), f"{way}_{name}")
+def _coder(coding: Coding) -> Coder:
+    """Loaded, and compiled, on first use."""
+    return import_module(f"laconic.kernels._numba.{_MODULES[Kind(coding.kind)]}").CODER
 
 
 @kernel
@@ -189,11 +176,10 @@ def _verify(
     count: np.ndarray,
     segment: np.ndarray,
     stamps: np.ndarray,
-    k0: np.uint32,
-    k1: np.uint32,
+    key: Words,
+    marks: np.ndarray,
     first: int,
     last: int,
-    marks: np.ndarray,
 ) -> int:
     """-1, or the first of chunks first .. last-1 that lies outside, is too long, or altered."""
     words = pointer(payload)
@@ -203,7 +189,7 @@ def _verify(
         blocks = (int(count[c]) + 511) // 512
         if length < 1 or length > 1 + blocks * 256 or int(ends[c]) > len(payload):
             return c
-        salt = u32(salt_of(c, stamps[segment[c]], k0, k1) + u32(count[c]))
+        salt = u32(salt_of(c, stamps[segment[c]], key) + u32(count[c]))
         if check(words, at, length, salt) != checks[c]:
             return c
         mark = u32(load(words, at) >> u32(16))

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laconic._key import Stream
 from laconic.kernels._coding import (
     BLOCK,
     CHUNK,
@@ -20,8 +19,19 @@ from laconic.kernels._coding import (
 )
 from laconic.kernels._layout import GROUP
 from laconic.kernels._numba.coding import decode_chunks, encode_chunks, encoded_marks
-from laconic.kernels._numba.group import clamped
-from laconic.kernels._numba.memory import (
+from laconic.kernels._numba.ecdq_steps import LIMIT, block_cost, spread
+from laconic.kernels._numba.group import (
+    INFINITY,
+    Words,
+    Worth,
+    clamped,
+    lift_of,
+    mix,
+    usable,
+    words,
+    worth_of,
+)
+from laconic.kernels._numba.intrinsics import (
     Pointer,
     array,
     bits_of,
@@ -40,9 +50,7 @@ from laconic.kernels._numba.memory import (
     store,
     u32,
 )
-from laconic.kernels._numba.random import mix
-from laconic.kernels._numba.scale import INFINITY, lift_of, usable
-from laconic.kernels._numba.steps import LIMIT, block_cost, spread
+from laconic.kernels._protocol import Coding, Output
 
 
 def ecdq_encode(
@@ -50,27 +58,25 @@ def ecdq_encode(
     steps: Tensor,
     section: Section,
     parts: tuple[int, ...],
+    coding: Coding,
     *,
-    stream: Stream,
-    coder: int,
-    form: int,
     subtract: Subtract,
     budgets: Budgets | None = None,
     spent: Tensor | None = None,
 ) -> None:
-    """See the reference."""
-    where, data, delta = table(parts), array(x), array(steps)
+    """See `Kernels`."""
+    where, delta = table(parts), array(steps)
     marks, costs = np.empty(where.chunks, np.uint16), np.empty(where.chunks, np.int64)
-    key = (u32(stream.k0), u32(stream.k1))
-    place = (where.start, where.count, where.segment)
+    place = (where.start, where.count, where.segment, delta)
+    args = (array(x), place, int(subtract), words(coding.stream), marks, costs)
 
     def fill(q: np.ndarray, first: int, last: int) -> None:
-        _quantize(data, *place, delta, int(subtract), *key, first, last, marks, costs, q)
+        _quantize(*args, first, last, q)
 
     error = np.empty(len(parts))
 
     def encode() -> None:
-        encode_chunks(fill, where, marks, delta.view(np.uint32), stream, coder, form, section)
+        encode_chunks(fill, where, marks, delta.view(np.uint32), coding, section)
         _squared_errors(costs, where.segment, delta, error)
 
     encode()
@@ -85,25 +91,20 @@ def ecdq_encode(
 def ecdq_decode(
     section: Section,
     steps: Tensor,
-    out: Tensor,
+    output: Output,
     parts: tuple[int, ...],
-    *,
-    stream: Stream,
-    coder: int,
-    weight: float,
-    add: bool,
+    coding: Coding,
 ) -> None:
-    """See the reference."""
-    where, target, delta = table(parts), array(out), array(steps)
-    marks = encoded_marks(section, where, delta.view(np.uint32), stream)
-    worth = (f32(weight), f32(torch.finfo(out.dtype).max), add)
-    key = (u32(stream.k0), u32(stream.k1))
-    place = (where.start, where.count, where.segment)
+    """See `Kernels`."""
+    where, delta = table(parts), array(steps)
+    marks = encoded_marks(section, where, delta.view(np.uint32), coding.stream)
+    place = (where.start, where.count, where.segment, delta)
+    args = (place, marks, worth_of(output), words(coding.stream), array(output.tensor))
 
     def use(q: np.ndarray, first: int, last: int) -> None:
-        _dequantize(q, *place, delta, marks, *worth, *key, first, last, target)
+        _dequantize(q, *args, first, last)
 
-    decode_chunks(use, where, stream, coder, LARGEST + 1, section)
+    decode_chunks(use, where, coding, LARGEST + 1, section)
 
 
 @kernel
@@ -133,20 +134,20 @@ def _fall_back(error: np.ndarray, limit: np.ndarray, safe: np.ndarray, steps: np
 @kernel
 def _quantize(
     x: np.ndarray,
-    start: np.ndarray,
-    count: np.ndarray,
-    segment: np.ndarray,
-    steps: np.ndarray,
+    place: tuple[np.ndarray, ...],
     subtract: int,
-    k0: np.uint32,
-    k1: np.uint32,
-    first: int,
-    last: int,
+    key: Words,
     marks: np.ndarray,
     costs: np.ndarray,
+    first: int,
+    last: int,
     q: np.ndarray,
 ) -> None:
-    """Integers of some chunks, from q[0] on, which of their blocks subtract, and what they cost."""
+    """Integers of some chunks, from q[0] on, which of their blocks subtract, and what they cost.
+
+    Place: the chunks' starts, counts and segments, the segments' steps.
+    """
+    start, count, segment, steps = place
     x, q = pointer(x), pointer(q)
     y = float_scratch()
     for c in range(first, last):
@@ -165,11 +166,11 @@ def _quantize(
             for g in range(b * BLOCK, (b + 1) * BLOCK, GROUP):
                 e, p0 = int(start[c]) + g, u32(c * (CHUNK // 2) + g // 2)
                 if g + GROUP <= n:
-                    cost += _group(x, e, lift, times, p0, k0, k1, q, to + g)
+                    cost += _group(x, e, lift, times, p0, key, q, to + g)
                 else:
                     for j in range(GROUP):
                         store(y, j, get(x, e + j) if g + j < n else f32(0))
-                    cost += _group(y, 0, lift, times, p0, k0, k1, q, to + g)
+                    cost += _group(y, 0, lift, times, p0, key, q, to + g)
             size = min(BLOCK, n - b * BLOCK)
             if subtract == 1 or (subtract == 0 and 12 * int(cost) > size * 65536):
                 mark |= 1 << b
@@ -184,15 +185,14 @@ def _group(
     lift: np.float32,
     times: np.float32,
     p0: np.uint32,
-    k0: np.uint32,
-    k1: np.uint32,
+    key: Words,
     q: Pointer,
     to: int,
 ) -> np.int32:
     """q = (t + r) >> 16 of 128 values; returns what not subtracting costs, in 2^-16 steps²."""
     cost = i32(0)
     for j in range(64):
-        h = mix(u32(p0 + u32(j)), k0, k1)
+        h = mix(u32(p0 + u32(j)), key[0], key[1])
         v = f32(f32(get(x, e + j) * lift) * times)
         w = f32(f32(get(x, e + j + 64) * lift) * times)
         a, b = nearest(max(min(v, LIMIT), -LIMIT)), nearest(max(min(w, LIMIT), -LIMIT))
@@ -205,21 +205,18 @@ def _group(
 @kernel
 def _dequantize(
     q: np.ndarray,
-    start: np.ndarray,
-    count: np.ndarray,
-    segment: np.ndarray,
-    steps: np.ndarray,
+    place: tuple[np.ndarray, ...],
     marks: np.ndarray,
-    weight: np.float32,
-    bound: np.float32,
-    add: bool,
-    k0: np.uint32,
-    k1: np.uint32,
+    worth: tuple,
+    key: Words,
+    out: np.ndarray,
     first: int,
     last: int,
-    out: np.ndarray,
 ) -> None:
-    """out (+)= weight·step·(q - u) of some chunks, u only where the block subtracts."""
+    """Output of step·(q - u) of some chunks, u only where the block subtracts."""
+    start, count, segment, steps = place
+    worth = Worth(*worth)
+    bound, add = worth.bound, worth.add
     q, out = pointer(q), pointer(out)
     y = float_scratch()
     for c in range(first, last):
@@ -227,14 +224,14 @@ def _dequantize(
         n, at = int(count[c]), (c - first) * CHUNK
         lift = lift_of(step)
         lower = f32(f32(1) / lift)
-        worth = f32(f32(step * lift) * weight)
+        times = f32(f32(step * lift) * worth.weight)
         if bits_of(step) >= INFINITY or bits_of(step) < i32(0):
-            worth = f32(np.nan)
+            times = f32(np.nan)
         for g in range(0, n, GROUP):
             e, p0 = int(start[c]) + g, u32(c * (CHUNK // 2) + g // 2)
             # u in units of 2^-17 is 2r + 1 - 2^16; where nothing is subtracted it counts nothing
             unit = f32(2.0**-17 if int(marks[c]) >> (g // BLOCK) & 1 else 0.0)
-            args = (q, at + g, unit, worth, lower, bound, p0, k0, k1)
+            args = (q, at + g, unit, times, lower, bound, p0, key)
             if g + GROUP <= n:
                 _values(*args, out, e, add)
             else:
@@ -252,15 +249,14 @@ def _values(
     lower: np.float32,
     bound: np.float32,
     p0: np.uint32,
-    k0: np.uint32,
-    k1: np.uint32,
+    key: Words,
     out: Pointer,
     e: int,
     add: bool,
 ) -> None:
     """out[e : e + 128] (+)= (q - u)·worth, lowered and clamped."""
     for j in range(64):
-        h = mix(u32(p0 + u32(j)), k0, k1)
+        h = mix(u32(p0 + u32(j)), key[0], key[1])
         u = f32(f32(i32(i32(u32(h & u32(0xFFFF)) << u32(1)) - i32(0xFFFF))) * unit)
         w = f32(f32(i32(i32(u32(shr(h, u32(16)) << u32(1))) - i32(0xFFFF))) * unit)
         a = f32(f32(f32(f32(i32(load(q, at + j))) - u) * worth) * lower)

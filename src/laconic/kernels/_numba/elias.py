@@ -14,13 +14,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from laconic.kernels._coding import BLOCK, CHUNK, LANES, MAX_MAGNITUDE, Kind
-from laconic.kernels._numba.chunk import acceptable, decode_planes, frame, salt_of, width_of
-from laconic.kernels._numba.memory import Pointer, i16, kernel, load, pointer, store, u32, u64
+from laconic.kernels._coding import BLOCK, MAX_MAGNITUDE, Kind
+from laconic.kernels._numba.chunk import Chunk, clear, coder_of, plane_words, saves, width_of
+from laconic.kernels._numba.intrinsics import Pointer, i16, kernel, load, pointer, store, u32, u64
+from laconic.kernels._reference.elias import omega as omega_word
 
 i64 = np.int64
 
-FIXED, SPARSE, DENSE = int(Kind.FIXED), int(Kind.ELIAS_SPARSE), int(Kind.ELIAS_DENSE)
+SPARSE, DENSE = int(Kind.ELIAS_SPARSE), int(Kind.ELIAS_DENSE)
 HEADER = 14  # bits of the number of non-zeros
 
 GAP, LEVEL = 64, 7  # the largest of SYMBOLS
@@ -29,20 +30,12 @@ WINDOW = 13  # bits that index PAIRS and RUNS: four of them fit into the 57 bits
 PAIR_GAP, RUN_VALUE = 31, 15  # the largest that fit into their fields
 
 
-def _omega(k: int) -> str:
-    code = "0"
-    while k > 1:
-        code = f"{k:b}{code}"
-        k = k.bit_length() - 1
-    return code
-
-
 def _symbol(gap: int, v: int) -> str:
-    return _omega(gap) + "01"[v < 0] + _omega(abs(v))
+    return omega_word(gap) + "01"[v < 0] + omega_word(abs(v))
 
 
 def _value(v: int) -> str:
-    return _omega(abs(v) + 1) + ("01"[v < 0] if v else "")
+    return omega_word(abs(v) + 1) + ("01"[v < 0] if v else "")
 
 
 def _bits(code: str) -> int:
@@ -71,7 +64,7 @@ def _heads() -> np.ndarray:
     """From the first 7 bits of a code word: bits of its last group | bits before it << 5."""
     table = np.zeros(128, np.uint8)
     for k in range(2, 16):
-        size, code = k.bit_length(), _omega(k)
+        size, code = k.bit_length(), omega_word(k)
         _fill(table, code, size | (len(code) - 1 - size) << 5)
         if k > 3:
             _fill(table, code[:-1] + "1", (k + 1) | (len(code) - 1) << 5)
@@ -117,8 +110,8 @@ def _runs() -> np.ndarray:
 
 SYMBOLS = _symbols()
 VALUES = np.array([_entry(_value(v)) for v in range(-VALUE, VALUE + 1)], np.uint32)
-PREFIXES = np.array([0, 0] + [_entry(_omega(n - 1)[:-1]) for n in range(2, 17)], np.uint32)
-GROWTH = np.array([len(_omega(1 << t)) - len(_omega((1 << t) - 1)) for t in range(1, 16)])
+PREFIXES = np.array([0, 0] + [_entry(omega_word(n - 1)[:-1]) for n in range(2, 17)], np.uint32)
+GROWTH = np.array([len(omega_word(1 << t)) - len(omega_word((1 << t) - 1)) for t in range(1, 16)])
 HEADS, PAIRS, RUNS = _heads(), _pairs(), _runs()
 
 _BYTE, _LONG, _TRUE = ir.IntType(8), ir.IntType(64), ir.Constant(ir.IntType(1), 1)
@@ -304,13 +297,14 @@ def measure(q: Pointer, at: int, count: int, width: int) -> tuple[int, int, int]
 
 
 @kernel
-def write(q: Pointer, at: int, count: int, form: int, out: Pointer) -> tuple[int, int]:
-    """Write the code that `form` asks for; returns words and kind.
+def _put(q: Pointer, at: int, n: int, chunk: Chunk, work: np.ndarray) -> tuple[int, int]:
+    """Write the code that `form` asks for; 0: the shorter one, 1: sparse, 2: dense.
 
-    -1 words say that bit planes are not longer: often this is known before anything is written.
+    Often it is known before anything is written that bit planes are not longer.
     """
+    out, count, form = pointer(work), n, chunk.form
     width = width_of(q, at, count)
-    planes = (count + BLOCK - 1) // BLOCK * BLOCK * (1 + width)
+    planes = 32 * plane_words(count, width)  # bits
     nonzeros, least, dense = measure(q, at, count, width)
     if form == 1 or (form == 0 and least <= dense):
         if least >= planes:
@@ -322,40 +316,6 @@ def write(q: Pointer, at: int, count: int, form: int, out: Pointer) -> tuple[int
         return -1, DENSE
     put_dense(q, at, count, out)
     return (dense + 31) >> 5, DENSE
-
-
-@kernel
-def encode_elias(
-    q: np.ndarray,
-    first: int,
-    last: int,
-    count: np.ndarray,
-    segment: np.ndarray,
-    marks: np.ndarray,
-    stamps: np.ndarray,
-    k0: np.uint32,
-    k1: np.uint32,
-    form: int,
-    scratch: np.ndarray,
-    out: np.ndarray,
-    to: int,
-    ends: np.ndarray,
-    checks: np.ndarray,
-) -> int:
-    """Write chunks first .. last-1 from out[to] on; form 0: the shorter code, 1: sparse, 2: dense.
-
-    Returns where the next chunk starts.
-    """
-    start, values, stream = to, pointer(q), pointer(scratch)
-    for c in range(first, last):
-        at, n = (c - first) * CHUNK, i64(count[c])
-        words, kind = write(values, at, n, form, stream)
-        mark, salt = u32(marks[c]), salt_of(c, stamps[segment[c]], k0, k1)
-        to = frame(
-            stream, words, kind, values, at, n, mark, salt, pointer(out), to, pointer(checks), c
-        )
-        ends[c] = to - start
-    return to
 
 
 @kernel
@@ -451,50 +411,32 @@ def get_dense(words: Pointer, at: int, length: int, q: Pointer, to: int, count: 
 
 
 @kernel
-def decode_stream(
-    words: Pointer, at: int, length: int, kind: int, q: Pointer, to: int, count: int
+def _get(
+    words: Pointer,
+    at: int,
+    length: int,
+    kind: int,
+    q: Pointer,
+    to: int,
+    n: int,
+    chunk: Chunk,
+    work: np.ndarray,
 ) -> bool:
-    """A chunk with the stream words[at : at + length]; False if no encoder has written it."""
+    """Read the stream words[at : at + length]; False if no encoder has written it."""
     if length == 0 or (kind != SPARSE and kind != DENSE):
         return False
-    blocks = (count + BLOCK - 1) // BLOCK
-    for j in range(0 if kind == SPARSE else count, blocks * BLOCK):
-        store(q, to + j, i16(0))
+    end = (n + BLOCK - 1) // BLOCK * BLOCK
     if kind == SPARSE:
-        bits = get_sparse(words, at, length, q, to, count)
+        clear(q, to, end)
+        bits = get_sparse(words, at, length, q, to, n)
     else:
-        bits = get_dense(words, at, length, q, to, count)
+        clear(q, to + n, end - n)
+        bits = get_dense(words, at, length, q, to, n)
     if bits < 0 or (bits + 31) >> 5 != length:
         return False
     if bits & 31 and window(words, at, length, bits) != u64(0):
         return False
-    width = width_of(q, to, count)
-    return width > 0 and length < blocks * LANES * (1 + width)
+    return saves(length, q, to, n)
 
 
-@kernel
-def decode_elias(
-    payload: np.ndarray,
-    first: int,
-    last: int,
-    count: np.ndarray,
-    ends: np.ndarray,
-    k0: np.uint32,
-    k1: np.uint32,
-    limit: int,
-    scratch: np.ndarray,
-    q: np.ndarray,
-) -> int:
-    """Read chunks first .. last-1; returns -1, or the number of the first malformed one."""
-    words, values = pointer(payload), pointer(q)
-    for c in range(first, last):
-        at, to, n = i64(ends[c - 1]) if c else 0, (c - first) * CHUNK, i64(count[c])
-        length, head = i64(ends[c]) - at - 1, payload[at]
-        if i64(head & u32(0xFF)) == FIXED:
-            good = decode_planes(words, at + 1, length, head, values, to, n)
-        else:
-            kind = i64(head & u32(0xFFFF))  # with a width of 0
-            good = decode_stream(words, at + 1, length, kind, values, to, n)
-        if not (good and acceptable(values, to, n, limit)):
-            return c
-    return -1
+CODER = coder_of("elias", _put, _get)

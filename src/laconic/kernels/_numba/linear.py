@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from laconic._key import Stream
 from laconic.kernels._layout import (
     GROUP,
     TINY,
     ScaleKind,
-    code_offset,
-    dither_centre,
-    fraction_bits,
     groups,
 )
-from laconic.kernels._numba.group import emit, fixed_point, per_element, round_group, values
-from laconic.kernels._numba.memory import (
+from laconic.kernels._numba.group import (
+    ROUND,
+    ROUND_BITS,
+    Decoding,
+    Rounding,
+    Words,
+    Worth,
+    block_scale,
+    decoding_of,
+    emit,
+    factor,
+    finish,
+    fixed_point,
+    largest,
+    mix,
+    pack,
+    per_element,
+    round_group,
+    rounding_of,
+    square_sum,
+    step,
+    unpack,
+    usable,
+    values,
+    worth_of,
+)
+from laconic.kernels._numba.intrinsics import (
     Pointer,
     array,
     bits_of,
@@ -32,27 +51,19 @@ from laconic.kernels._numba.memory import (
     load,
     pointer,
     put,
+    sar,
+    shr,
     store,
     u32,
 )
-from laconic.kernels._numba.pack import pack, unpack
-from laconic.kernels._numba.scale import (
-    block_scale,
-    factor,
-    finish,
-    largest,
-    square_sum,
-    step,
-    usable,
-)
-from laconic.kernels._numba.wide import dequantize_wide, quantize_wide
 from laconic.kernels._pool import split
+from laconic.kernels._protocol import Dither, Lattice, Output
 
 _SPAN = 1 << 16  # elements a part of a whole-tensor scale
 
 
 def scales(x: Tensor, out: Tensor, *, block: int, kind: ScaleKind) -> None:
-    """See the reference."""
+    """See `Kernels`."""
     data, n = array(x), x.numel()
     if block:
         target = array(out)
@@ -66,38 +77,25 @@ def scales(x: Tensor, out: Tensor, *, block: int, kind: ScaleKind) -> None:
 def quantize(
     x: Tensor,
     scale: Tensor,
-    payload: Tensor,
+    codes: Tensor,
+    lattice: Lattice,
     *,
-    stream: Stream,
-    block: int,
-    levels: int,
-    bits: int,
+    dither: Dither,
     kind: ScaleKind,
-    shift: int = 0,
 ) -> None:
-    """See the reference."""
-    fraction = fraction_bits(levels)
-    if bits == 32:
-        return quantize_wide(x, scale, payload, stream, levels << fraction, fraction, shift)
-    fused = block > 0 and block % GROUP == 0
+    """See `Kernels`."""
+    data, n, ns, out = array(x), x.numel(), array(scale), array(codes)
+    block = lattice.block
+    fused = kind is not ScaleKind.GIVEN and block > 0 and block % GROUP == 0
     if kind is not ScaleKind.GIVEN and not fused:
         scales(x, scale, block=block, kind=kind)
-    data, n, ns, out = array(x), x.numel(), array(scale), array(payload)
-    per = block // GROUP if fused else 1
-    settings = (
-        block,
-        int(kind) if fused else 0,
-        levels << fraction,
-        fraction,
-        bits,
-        0 if bits == 8 else code_offset(levels, bits),  # 8 bits hold q itself
-        u32(stream.k0),
-        u32(stream.k1),
-        u32(shift << (16 - fraction)) if shift else None,
-    )
-    total = groups(n)
+    how = rounding_of(lattice, dither.stream, kind if fused else ScaleKind.GIVEN)
+    work, per, total = _quantize, block // GROUP if fused else 1, groups(n)
+    lag = u32(dither.shift << (16 - lattice.fraction)) if dither.shift else None
+    if lattice.bits == 32:
+        work, lag = _quantize_wide, u32(dither.shift)
     overflow = split(
-        lambda a, b: _quantize(data, n, ns, out, *settings, a * per, min(b * per, total)),
+        lambda a, b: work(data, n, ns, out, how, lag, a * per, min(b * per, total)),
         -(-total // per),
         per * GROUP,
     )
@@ -105,51 +103,30 @@ def quantize(
         scale.fill_(torch.nan)
 
 
-def accumulate(source: Tensor, out: Tensor, *, weight: float, add: bool) -> None:
-    """See the reference."""
-    data, target = array(source), array(out)
-    split(lambda a, b: _accumulate(data, target, f32(weight), add, a, b), out.numel(), 1)
+def accumulate(source: Tensor, output: Output) -> None:
+    """See `Kernels`."""
+    data, target = array(source), array(output.tensor)
+    weight, add = f32(output.weight), output.add
+    split(lambda a, b: _accumulate(data, target, weight, add, a, b), output.tensor.numel(), 1)
 
 
 def dequantize(
-    payload: Tensor,
+    codes: Tensor,
     scale: Tensor,
-    out: Tensor,
+    output: Output,
+    lattice: Lattice,
     *,
-    stream: Stream | None,
-    block: int,
-    levels: int,
-    bits: int,
+    dither: Dither | None,
     offset: int,
-    weight: float,
-    add: bool,
-    shift: int = 0,
-    workers: int = 1,
 ) -> None:
-    """See the reference."""
-    fraction = fraction_bits(levels)
-    unit = 1.0 / (levels if stream is None else levels << (fraction + 1))
-    worth = (f32(unit), f32(weight), f32(torch.finfo(out.dtype).max), add)
-    dither = dither_settings(stream, fraction, shift, workers)
-    if bits == 32:
-        return dequantize_wide(payload, scale, out, *dither, *worth)
-    codes, ns, target = array(payload), array(scale), array(out)
-    settings = (block, bits, offset, *dither)
-    split(
-        lambda a, b: _dequantize(codes, out.numel(), ns, target, *settings, *worth, a, b),
-        groups(out.numel()),
-        GROUP,
-    )
-
-
-def dither_settings(stream: Stream | None, fraction: int, shift: int, workers: int) -> tuple:
-    """What decoding needs to know of the dither."""
-    k0, k1 = (0, 0) if stream is None else stream
+    """See `Kernels`."""
+    data, ns, out, n = array(codes), array(scale), array(output.tensor), output.tensor.numel()
+    what, unit = decoding_of(lattice, dither, offset)
+    worth, work = worth_of(output, unit), _dequantize_wide if lattice.bits == 32 else _dequantize
     strata = None
-    if stream is not None and (shift or workers > 1):
-        strata = (u32(workers % (1 << fraction)), u32(shift))
-    centre = dither_centre(workers, fraction)
-    return fraction, stream is not None, centre, u32(k0), u32(k1), strata
+    if dither is not None and (dither.shift or dither.workers > 1):
+        strata = (u32(dither.workers % (1 << lattice.fraction)), u32(dither.shift))
+    split(lambda a, b: work(data, n, ns, out, what, strata, worth, a, b), groups(n), GROUP)
 
 
 @kernel
@@ -175,8 +152,18 @@ def _whole(x: np.ndarray, n: int, kind: int, first: int, last: int) -> tuple[np.
 
 
 @kernel
-def _quantize(x: np.ndarray, n: int, scale: np.ndarray, out: np.ndarray, *rest: Any) -> bool:
-    return quantize_groups(pointer(x), n, pointer(scale), pointer(out), *rest)
+def _quantize(
+    x: np.ndarray,
+    n: int,
+    scale: np.ndarray,
+    out: np.ndarray,
+    how: tuple,
+    lag: np.uint32 | None,
+    first: int,
+    last: int,
+) -> bool:
+    where = (pointer(x), n, pointer(scale), pointer(out))
+    return quantize_groups(*where, Rounding(*how), lag, first, last)
 
 
 @kernel
@@ -185,25 +172,19 @@ def quantize_groups(
     n: int,
     scale: Pointer,
     out: Pointer,
-    block: int,
-    kind: int,
-    limit: int,
-    fraction: int,
-    bits: int,
-    offset: int,
-    k0: np.uint32,
-    k1: np.uint32,
+    how: Rounding,
     lag: np.uint32 | None,
     first: int,
     last: int,
 ) -> bool:
     """Groups first .. last-1; True if a value exceeded its scale."""
+    block, kind, bits = how.block, how.kind, how.bits
     codes = code_scratch()
     y = float_scratch()
     # codes of 4 and 8 bits go straight into the wire, others by way of a byte each
     direct = bits == 4 or bits == 8
     target = out if direct else codes
-    gain = f32(limit)
+    gain = f32(how.limit)
     overflow = False
     whole = block % GROUP == 0  # groups do not cross blocks
     per = block // GROUP if whole and block else last + 1  # groups a block
@@ -230,10 +211,10 @@ def quantize_groups(
         p0 = u32(e >> 1)
         to = g * 16 * bits if direct else 0
         if plain:
-            round_group(x, e, times, target, to, bits, fraction, offset, p0, k0, k1, lag)
+            round_group(x, e, times, target, to, p0, how, lag)
         else:
             overflow |= fixed_point(x, n, scale, block, gain, e, y)
-            round_group(y, 0, f32(1), target, to, bits, fraction, offset, p0, k0, k1, lag)
+            round_group(y, 0, f32(1), target, to, p0, how, lag)
         if not direct:
             pack(codes, out, g * 16 * bits, bits)
     return overflow
@@ -253,8 +234,19 @@ def _accumulate(
 
 
 @kernel
-def _dequantize(data: np.ndarray, n: int, scale: np.ndarray, out: np.ndarray, *rest: Any) -> None:
-    dequantize_groups(pointer(data), n, pointer(scale), pointer(out), *rest)
+def _dequantize(
+    data: np.ndarray,
+    n: int,
+    scale: np.ndarray,
+    out: np.ndarray,
+    what: tuple,
+    strata: Words | None,
+    worth: tuple,
+    first: int,
+    last: int,
+) -> None:
+    where = (pointer(data), n, pointer(scale), pointer(out))
+    dequantize_groups(*where, Decoding(*what), strata, Worth(*worth), first, last)
 
 
 @kernel
@@ -263,32 +255,22 @@ def dequantize_groups(
     n: int,
     scale: Pointer,
     out: Pointer,
-    block: int,
-    bits: int,
-    offset: int,
-    fraction: int,
-    subtract: bool,
-    centre: int,
-    k0: np.uint32,
-    k1: np.uint32,
-    strata: tuple[np.uint32, np.uint32] | None,
-    unit: np.float32,
-    weight: np.float32,
-    bound: np.float32,
-    add: bool,
+    what: Decoding,
+    strata: Words | None,
+    worth: Worth,
     first: int,
     last: int,
 ) -> None:
     """Groups first .. last-1."""
+    block, bits, offset = what.block, what.bits, what.offset
     codes = code_scratch()
     y = float_scratch()
     whole = block % GROUP == 0  # groups do not cross blocks
     per = block // GROUP if whole and block else last + 1  # groups a block
     b = first // per
     until = first  # the group at which the next block starts
-    worth, plain = f32(0), False
-    base = centre - (offset << (fraction + 1)) if subtract else -offset
-    draw = (k0, k1, strata)
+    times, plain = f32(0), False
+    base = what.centre - (offset << (what.fraction + 1)) if what.subtract else -offset
     for g in range(first, last):
         e = g * GROUP
         source, at = data, g * 16 * bits
@@ -304,15 +286,92 @@ def dequantize_groups(
                 b += 1
             until = (b + 1) * per
             size = load(scale, b)
-            worth = step(size, unit, weight)
+            times = step(size, worth.unit, worth.weight)
             # no code is worth more than 512 scales, so nothing needs clamping here
-            most = f32(size * max(abs(weight), f32(1)))
-            plain = (size >= f32(TINY) or size == f32(0)) and most < f32(bound / f32(512))
+            most = f32(size * max(abs(worth.weight), f32(1)))
+            plain = (size >= f32(TINY) or size == f32(0)) and most < f32(worth.bound / f32(512))
         p0 = u32(e >> 1)
         if plain and e + GROUP <= n:
-            values(source, at, bits, worth, base, fraction, subtract, p0, *draw, out, e, add)
+            values(source, at, times, base, p0, what, strata, out, e, worth.add)
         else:
-            values(source, at, bits, f32(1), base, fraction, subtract, p0, *draw, y, 0, False)
+            values(source, at, f32(1), base, p0, what, strata, y, 0, False)
             count = min(GROUP, n - e)
-            per_element(y, scale, block, e, count, unit, weight, bound)
-            emit(y, out, e, count, add)
+            per_element(y, scale, block, e, count, worth)
+            emit(y, out, e, count, worth.add)
+
+
+# --- int32 codes without packing, for sums of many workers --------------------------------
+
+
+@kernel
+def _quantize_wide(
+    x: np.ndarray,
+    n: int,
+    scale: np.ndarray,
+    out: np.ndarray,
+    how: tuple,
+    shift: np.uint32,
+    first: int,
+    last: int,
+) -> bool:
+    """Groups first .. last-1 under the one given scale; True if a value exceeded it."""
+    how = Rounding(*how)
+    fraction, strata = how.fraction, (u32(1), shift)
+    x, scale, out = pointer(x), pointer(scale), pointer(out)
+    y = float_scratch()
+    overflow = False
+    for g in range(first, last):
+        e = g * GROUP
+        overflow |= fixed_point(x, n, scale, 0, f32(how.limit), e, y)
+        for j in range(min(GROUP, n - e)):
+            r = i32(_draw(e, j, fraction, how.k0, how.k1, strata))
+            t = i32(bits_of(f32(load(y, j) + ROUND)) - i32(ROUND_BITS))
+            store(out, e + j, sar(i32(t + r), i32(fraction)))
+    return overflow
+
+
+@kernel
+def _draw(
+    e: int,
+    j: int,
+    fraction: int,
+    k0: np.uint32,
+    k1: np.uint32,
+    strata: tuple[np.uint32, np.uint32] | None,
+) -> np.uint32:
+    """(workers·r + shift) mod 2^F of element j of the group that starts at e."""
+    h = mix(u32((e >> 1) + (j & 63)), k0, k1)
+    r = shr(u32(h & u32(0xFFFF)) if j < 64 else u32(h >> u32(16)), u32(16 - fraction))
+    if strata is not None:
+        r = u32(u32(u32(r * strata[0]) + strata[1]) & u32((1 << fraction) - 1))
+    return r
+
+
+@kernel
+def _dequantize_wide(
+    data: np.ndarray,
+    n: int,
+    scale: np.ndarray,
+    out: np.ndarray,
+    what: tuple,
+    strata: Words | None,
+    worth: tuple,
+    first: int,
+    last: int,
+) -> None:
+    """Groups first .. last-1."""
+    what, worth = Decoding(*what), Worth(*worth)
+    fraction = what.fraction
+    data, scale, out = pointer(data), pointer(scale), pointer(out)
+    y = float_scratch()
+    for g in range(first, last):
+        e = g * GROUP
+        count = min(GROUP, n - e)
+        for j in range(count):
+            q = np.int64(load(data, e + j))
+            if what.subtract:  # a sum of many workers needs more than 32 bits here
+                r = np.int64(_draw(e, j, fraction, what.k0, what.k1, strata))
+                q = np.int64((q << np.int64(fraction + 1)) - (r << np.int64(1)) + what.centre)
+            store(y, j, f32(q))
+        per_element(y, scale, 0, e, count, worth)
+        emit(y, out, e, count, worth.add)

@@ -6,9 +6,10 @@ while 0 ≤ a·ρ < 2^20. Dividends are made positive by adding `_LIFT` ratios f
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from torch import Tensor
-from torch import finfo as float_info
 
 from laconic._key import Stream
 from laconic.kernels._layout import (
@@ -16,12 +17,23 @@ from laconic.kernels._layout import (
     GROUP,
     SIDE_LIMIT,
     ScaleKind,
-    checks,
-    fraction_bits,
 )
-from laconic.kernels._numba.group import ROUND, ROUND_BITS, clamped, emit, per_element
-from laconic.kernels._numba.linear import scales
-from laconic.kernels._numba.memory import (
+from laconic.kernels._numba.group import (
+    ROUND,
+    ROUND_BITS,
+    Worth,
+    clamped,
+    emit,
+    factor,
+    lift_of,
+    mix,
+    pack,
+    per_element,
+    unpack,
+    words,
+    worth_of,
+)
+from laconic.kernels._numba.intrinsics import (
     Pointer,
     array,
     bits_of,
@@ -41,10 +53,9 @@ from laconic.kernels._numba.memory import (
     u32,
     word_scratch,
 )
-from laconic.kernels._numba.pack import pack, unpack
-from laconic.kernels._numba.random import mix
-from laconic.kernels._numba.scale import factor, lift_of
+from laconic.kernels._numba.linear import scales
 from laconic.kernels._pool import split
+from laconic.kernels._protocol import Lattice, Modulo, Output
 
 _LIFT = 64  # ratios; |index| ≤ 63 and side information ends 64 fine steps out
 
@@ -52,78 +63,65 @@ _LIFT = 64  # ratios; |index| ≤ 63 and side information ends 64 fine steps out
 def nested_quantize(
     x: Tensor,
     scale: Tensor,
-    checks_out: Tensor,
-    payload: Tensor,
+    checks: Tensor,
+    codes: Tensor,
+    lattice: Lattice,
+    modulo: Modulo,
     *,
     stream: Stream,
-    block: int,
-    levels: int,
-    ratio: int,
-    alpha: float,
-    bits: int,
     kind: ScaleKind,
 ) -> None:
-    """See the reference."""
-    scales(x, scale, block=block, kind=kind)
-    fraction = fraction_bits(levels)
-    gain = f32(alpha * (levels << fraction))
-    data, ns, check, out = array(x), array(scale), array(checks_out), array(payload)
-    settings = (block, gain, fraction, ratio, bits, u32(stream.k0), u32(stream.k1))
-    split(
-        lambda a, b: _nested_quantize(data, x.numel(), ns, check, out, *settings, a, b),
-        checks(x.numel()),
-        CHECK_GROUPS * GROUP,
-    )
+    """See `Kernels`."""
+    scales(x, scale, block=lattice.block, kind=kind)
+    args = (array(x), x.numel(), array(scale), array(checks), array(codes))
+    settings = _settings(lattice, modulo, stream)
+    unit = CHECK_GROUPS * GROUP
+    split(lambda a, b: _quantize(*args, settings, a, b), checks.numel(), unit)
 
 
 def nested_dequantize(
-    payload: Tensor,
+    codes: Tensor,
     scale: Tensor,
-    checks_in: Tensor,
+    checks: Tensor,
     side: Tensor,
-    out: Tensor,
     failed: Tensor,
+    output: Output,
+    lattice: Lattice,
+    modulo: Modulo,
     *,
     stream: Stream,
-    block: int,
-    levels: int,
-    ratio: int,
-    alpha: float,
-    bits: int,
-    weight: float,
-    add: bool,
 ) -> None:
-    """See the reference."""
-    fraction = fraction_bits(levels)
-    gain = f32(alpha * (levels << fraction))
-    worth = (
-        f32(alpha / (levels << (fraction + 1))),
-        f32(weight),
-        f32((1.0 - alpha * alpha) * weight),
-        f32(float_info(out.dtype).max),
-        add,
-    )
-    codes, ns, check = array(payload), array(scale), array(checks_in)
-    known, target, flags = array(side), array(out), array(failed)
-    settings = (block, gain, fraction, ratio, bits, u32(stream.k0), u32(stream.k1), *worth)
+    """See `Kernels`."""
+    alpha, n, unit = modulo.alpha, side.numel(), CHECK_GROUPS * GROUP
+    args = (array(codes), n, array(scale), array(checks), array(side), array(failed))
+    settings = _settings(lattice, modulo, stream)
+    worth = worth_of(output, alpha / (lattice.limit << 1))
+    beta, target = f32((1.0 - alpha * alpha) * output.weight), array(output.tensor)
     split(
-        lambda a, b: _nested_dequantize(
-            codes, out.numel(), ns, check, known, target, flags, *settings, a, b
-        ),
-        checks(out.numel()),
-        CHECK_GROUPS * GROUP,
+        lambda a, b: _dequantize(*args, target, settings, worth, beta, a, b), checks.numel(), unit
     )
+
+
+class _Settings(NamedTuple):
+    """What encoding and decoding share."""
+
+    block: int
+    gain: np.float32
+    fraction: int
+    ratio: int
+    bits: int
+    k0: np.uint32
+    k1: np.uint32
+
+
+def _settings(lattice: Lattice, modulo: Modulo, stream: Stream) -> tuple:
+    gain = f32(modulo.alpha * lattice.limit)
+    return (lattice.block, gain, lattice.fraction, modulo.ratio, lattice.bits, *words(stream))
 
 
 @kernel
 def _scaled(
-    x: Pointer,
-    n: int,
-    scale: Pointer,
-    block: int,
-    gain: np.float32,
-    e: int,
-    y: Pointer,
+    x: Pointer, n: int, scale: Pointer, block: int, gain: np.float32, e: int, y: Pointer
 ) -> None:
     """y[0:128] = x·gain/scale, cut at ±SIDE_LIMIT; zero in the padding and where x is NaN."""
     count = min(GROUP, n - e)
@@ -165,24 +163,20 @@ def _rint(v: np.float32) -> np.int32:
 
 
 @kernel
-def _nested_quantize(
+def _quantize(
     x: np.ndarray,
     n: int,
     scale: np.ndarray,
     check: np.ndarray,
     out: np.ndarray,
-    block: int,
-    gain: np.float32,
-    fraction: int,
-    ratio: int,
-    bits: int,
-    k0: np.uint32,
-    k1: np.uint32,
+    settings: tuple,
     first: int,
     last: int,
 ) -> None:
     """Check blocks first .. last-1."""
     x, scale, check, out = pointer(x), pointer(scale), pointer(check), pointer(out)
+    own = _Settings(*settings)
+    fraction, ratio, bits = own.fraction, own.ratio, own.bits
     codes = code_scratch()
     y = float_scratch()
     draws = word_scratch()
@@ -191,8 +185,8 @@ def _nested_quantize(
     for c in range(first, last):
         total = i32(0)
         for e in range(c * CHECK_GROUPS * GROUP, min((c + 1) * CHECK_GROUPS * GROUP, n), GROUP):
-            _scaled(x, n, scale, block, gain, e, y)
-            _draws(e, fraction, k0, k1, draws)
+            _scaled(x, n, scale, own.block, own.gain, e, y)
+            _draws(e, fraction, own.k0, own.k1, draws)
             for j in range(GROUP):
                 r = load(draws, j)
                 index = sar(i32(_rint(load(y, j)) + r), i32(fraction))
@@ -204,38 +198,25 @@ def _nested_quantize(
 
 
 @kernel
-def _nested_dequantize(
+def _dequantize(
     data: np.ndarray,
     n: int,
     scale: np.ndarray,
     check: np.ndarray,
     side: np.ndarray,
-    out: np.ndarray,
     failed: np.ndarray,
-    block: int,
-    gain: np.float32,
-    fraction: int,
-    ratio: int,
-    bits: int,
-    k0: np.uint32,
-    k1: np.uint32,
-    unit: np.float32,
-    weight: np.float32,
+    out: np.ndarray,
+    settings: tuple,
+    worth: tuple,
     beta: np.float32,
-    bound: np.float32,
-    add: bool,
     first: int,
     last: int,
 ) -> None:
     """Check blocks first .. last-1."""
-    data, scale, check, side, out, failed = (
-        pointer(data),
-        pointer(scale),
-        pointer(check),
-        pointer(side),
-        pointer(out),
-        pointer(failed),
-    )
+    data, scale, check = pointer(data), pointer(scale), pointer(check)
+    side, out, failed = pointer(side), pointer(out), pointer(failed)
+    own, worth = _Settings(*settings), Worth(*worth)
+    fraction, ratio, bits = own.fraction, own.ratio, own.bits
     codes = code_scratch()
     y = float_scratch()
     draws = word_scratch()
@@ -247,8 +228,8 @@ def _nested_dequantize(
         total = i32(0)
         for e in range(c * CHECK_GROUPS * GROUP, min((c + 1) * CHECK_GROUPS * GROUP, n), GROUP):
             unpack(data, e // GROUP * 16 * bits, codes, bits)
-            _scaled(side, n, scale, block, gain, e, y)
-            _draws(e, fraction, k0, k1, draws)
+            _scaled(side, n, scale, own.block, own.gain, e, y)
+            _draws(e, fraction, own.k0, own.k1, draws)
             for j in range(GROUP):
                 r = load(draws, j)
                 w = shl(i32(i32(load(codes, j)) - half), shift)
@@ -258,10 +239,10 @@ def _nested_dequantize(
                 total = i32(total - i32(k * i32(r | i32(1))))
                 store(y, j, f32(i32(w - i32(period * k))))
             count = min(GROUP, n - e)
-            per_element(y, scale, block, e, count, unit, weight, bound)
+            per_element(y, scale, own.block, e, count, worth)
             for j in range(count):
                 known = get(side, e + j)
-                v = clamped(f32(load(y, j) + f32(known * beta)), bound)
+                v = clamped(f32(load(y, j) + f32(known * beta)), worth.bound)
                 store(y, j, f32(v + f32(known * f32(0))))  # NaN if side is not finite
-            emit(y, out, e, count, add)
+            emit(y, out, e, count, worth.add)
         store(failed, c, u8(u8(total) != load(check, c)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laconic.kernels._layout import LOG2_ROUND, MOST_EXPONENT
-from laconic.kernels._numba.memory import (
+from laconic.kernels._numba.intrinsics import (
     array,
     bits_of,
     f32,
@@ -27,7 +27,7 @@ from laconic.kernels._pool import split
 
 
 def times_powers(source: Tensor, exponents: Tensor, out: Tensor, *, inverse: bool) -> None:
-    """See the reference."""
+    """See `Kernels`."""
     data, powers, target = array(source), exponents.numpy(), array(out)
     sign = i32(-1 if inverse else 1)
     split(lambda a, b: _times(data, powers, target, sign, a, b), out.numel(), 1)
@@ -46,7 +46,7 @@ def _times(
 def row_exponents(
     v: Tensor, out: Tensor, *, factor: float | Tensor, share: float | Tensor, epsilon: float
 ) -> Tensor:
-    """See the reference."""
+    """See `Kernels`."""
     data, target, width = array(v), out.numpy(), v.shape[1]
     by, part, more = f32(float(factor)), f32(float(share)), f32(epsilon)
     found = split(

@@ -6,14 +6,13 @@ dither's bins and the way between values and symbols, is done for a group at a t
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from laconic.kernels._coding import BLOCK, BLOCKS, CHUNK, LANES, Kind
 from laconic.kernels._layout import GROUP
-from laconic.kernels._numba.chunk import acceptable, decode_planes, frame, salt_of, width_of
-from laconic.kernels._numba.memory import (
+from laconic.kernels._numba.chunk import Chunk, clear, coder_of, saves
+from laconic.kernels._numba.group import mix
+from laconic.kernels._numba.intrinsics import (
     Pointer,
     i16,
     i32,
@@ -28,8 +27,7 @@ from laconic.kernels._numba.memory import (
     u64,
     word_scratch,
 )
-from laconic.kernels._numba.random import mix
-from laconic.kernels._rans import (
+from laconic.kernels._reference.rans import (
     CLASSES,
     ESCAPE,
     LARGEST,
@@ -49,113 +47,17 @@ _HEAD = 2 * STATES  # words of the states
 _LONGEST = BLOCKS * LANES * 16  # planes are never longer than this
 
 
-def encode_rans(*arguments: Any) -> int:
-    """Chunks first .. last-1 of a section; see `_encode` for the arguments, and `coding.py`."""
-    return _encode(*arguments, model().records, model().classes, model().bounds)
-
-
-def decode_rans(*arguments: Any) -> int:
-    """-1, or the first malformed chunk of first .. last-1; see `_decode`, and `coding.py`."""
-    return _decode(*arguments, model().slots, model().classes, model().bounds)
-
-
 @kernel
-def _encode(
-    q: np.ndarray,
-    first: int,
-    last: int,
-    count: np.ndarray,
-    segment: np.ndarray,
-    marks: np.ndarray,
-    stamps: np.ndarray,
-    k0: np.uint32,
-    k1: np.uint32,
-    form: int,
-    scratch: np.ndarray,
-    out: np.ndarray,
-    to: int,
-    ends: np.ndarray,
-    checks: np.ndarray,
-    records: np.ndarray,
-    classes: np.ndarray,
-    bounds: np.ndarray,
-) -> int:
-    """Chunks first .. last-1 of a section."""
-    q, out, work, sums = pointer(q), pointer(out), pointer(scratch), pointer(checks)
-    # words fill the scratch from its end; a value takes at most one for its symbol, one if it
-    # escapes, and 12 bits, so that there is room for all; `frame` drops a stream that is too long
-    words, top = pointer(scratch.view(u16)), 2 * len(scratch) - 1
+def _put(q: Pointer, at: int, n: int, chunk: Chunk, work: np.ndarray) -> tuple[int, int]:
+    """The stream of chunk c; see `coder_of`.
+
+    Words fill the scratch from its end, to p; a value takes at most one for its symbol, one if it
+    escapes, and 12 bits, so that there is room for all. A stream that is too long is not used.
+    """
+    words, top = pointer(work.view(u16)), 2 * len(work) - 1
+    form, (records, classes, bounds) = chunk.form, chunk.tables
     records, classes, bounds = pointer(records), pointer(classes), pointer(bounds)
-    start = to
-    for c in range(first, last):
-        at, n = (c - first) * CHUNK, int(count[c])
-        store(words, top, u16(0))
-        p = _put_stream(q, at, n, c, k0, k1, form, words, top, records, classes, bounds)
-        length = (top - p + 1) // 2
-        for i in range(2 * length):
-            store(words, i, load(words, p + i))
-        salt, mark = salt_of(c, stamps[segment[c]], k0, k1), u32(marks[c])
-        to = frame(work, length, _KIND, q, at, n, mark, salt, out, to, sums, c)
-        ends[c] = u32(to - start)
-    return to
-
-
-@kernel
-def _decode(
-    payload: np.ndarray,
-    first: int,
-    last: int,
-    count: np.ndarray,
-    ends: np.ndarray,
-    k0: np.uint32,
-    k1: np.uint32,
-    limit: int,
-    scratch: np.ndarray,
-    q: np.ndarray,
-    slots: np.ndarray,
-    classes: np.ndarray,
-    bounds: np.ndarray,
-) -> int:
-    """-1, or the first malformed chunk of first .. last-1."""
-    source, work, q = pointer(payload), pointer(scratch), pointer(q)
-    words = pointer(scratch.view(u16))
-    slots, classes, bounds = pointer(slots), pointer(classes), pointer(bounds)
-    for c in range(first, last):
-        to, n = (c - first) * CHUNK, int(count[c])
-        at = int(ends[c - 1]) if c else 0
-        length = int(ends[c]) - at - 1
-        head = load(source, at)
-        good = False
-        if u32(head & u32(0xFF)) == u32(0):
-            good = decode_planes(source, at + 1, length, head, q, to, n)
-        elif u32(head & u32(0xFFFF)) == u32(_KIND) and STATES <= length < _LONGEST:
-            # a copy: a group of a hostile stream may read past the end before that is noticed
-            for i in range(length):
-                store(work, i, load(source, at + 1 + i))
-            good = _get_stream(words, 2 * length, q, to, n, c, k0, k1, slots, classes, bounds)
-            width = width_of(q, to, n) if good else 0
-            good = width > 0 and length < (n + BLOCK - 1) // BLOCK * LANES * (1 + width)
-        if not good or not acceptable(q, to, n, limit):
-            return c
-    return -1
-
-
-@kernel
-def _put_stream(
-    q: Pointer,
-    at: int,
-    n: int,
-    c: int,
-    k0: np.uint32,
-    k1: np.uint32,
-    form: int,
-    words: Pointer,
-    top: int,
-    records: Pointer,
-    classes: Pointer,
-    bounds: Pointer,
-) -> int:
-    """The stream of chunk c at words[p:top]; returns p."""
+    store(words, top, u16(0))
     states, kinds, index, turn = word_scratch(), word_scratch(), word_scratch(), word_scratch()
     groups = (n + GROUP - 1) // GROUP
     for g in range(groups):
@@ -170,7 +72,7 @@ def _put_stream(
             row = 4 * (form * CLASSES + kind)
             span, shift = load(classes, row + 2), load(classes, row + 3)
             known = load(classes, row + 1) != i32(0)
-            _contexts(known, c * CHUNK + g * GROUP, k0, k1, i32(CLASSES), index, turn)
+            _contexts(known, chunk, g, i32(CLASSES), index, turn)
             escapes = _to_symbols(q, a, span, shift, index, turn)
             p = _put_rest(q, a, size, span, shift, escapes, words, p)
             base = int(load(classes, row)) * CLASSES
@@ -190,24 +92,33 @@ def _put_stream(
         p -= 2
         store(words, p, u16(word))
         store(words, p + 1, u16(u32(word >> u32(16))))
-    return p
+    length = (top - p + 1) // 2
+    for i in range(2 * length):
+        store(words, i, load(words, p + i))
+    return length, _KIND
 
 
 @kernel
-def _get_stream(
-    words: Pointer,
-    end: int,
+def _get(
+    source: Pointer,
+    at: int,
+    length: int,
+    kind: int,
     q: Pointer,
     to: int,
     n: int,
-    c: int,
-    k0: np.uint32,
-    k1: np.uint32,
-    slots: Pointer,
-    classes: Pointer,
-    bounds: Pointer,
+    chunk: Chunk,
+    work: np.ndarray,
 ) -> bool:
-    """The values of chunk c from words[0:end]; False if no encoder wrote these."""
+    """The values of chunk c; False if no encoder wrote the stream."""
+    if kind != _KIND or not STATES <= length < _LONGEST:
+        return False
+    # a copy: a group of a hostile stream may read past the end before that is noticed
+    for i in range(length):
+        store(pointer(work), i, load(source, at + i))
+    words, end = pointer(work.view(u16)), 2 * length
+    slots, classes, bounds = chunk.tables
+    slots, classes, bounds = pointer(slots), pointer(classes), pointer(bounds)
     states, index, turn = word_scratch(), word_scratch(), word_scratch()
     for k in range(STATES):
         high = load(words, 2 * k + 1)
@@ -230,25 +141,25 @@ def _get_stream(
                 return False
         x, symbol, p = _pull(_state(states, 0), (ROWS + before) * SLOTS, slots, words, p)
         store(states, 0, i32(u32(x)))
-        kind = before = int(symbol)
-        if kind:
-            row = 4 * (form * CLASSES + kind)
+        own = before = int(symbol)
+        if own:
+            row = 4 * (form * CLASSES + own)
             span, shift = load(classes, row + 2), load(classes, row + 3)
             known = load(classes, row + 1) != i32(0)
-            _contexts(known, c * CHUNK + g * GROUP, k0, k1, i32(SLOTS), index, turn)
+            _contexts(known, chunk, g, i32(SLOTS), index, turn)
             base = int(load(classes, row)) * SLOTS
             p = _get_symbols(index, base, size, last, states, slots, words, p)
             escapes = _from_symbols(index, turn, q, a)
             p = _get_rest(q, a, size, span, shift, escapes, index, words, p)
-            if p < 0 or _class_of(q, a, size, bounds) != i32(kind):
+            if p < 0 or _class_of(q, a, size, bounds) != i32(own):
                 return False
         else:
-            _clear(q, a)
+            clear(q, a, GROUP)
         if p > end:
             return False
-    for g in range(groups, (n + BLOCK - 1) // BLOCK * (BLOCK // GROUP)):
-        _clear(q, to + g * GROUP)
-    return p == end and load(states, 0) == i32(LOWEST)
+    done = groups * GROUP
+    clear(q, to + done, (n + BLOCK - 1) // BLOCK * BLOCK - done)
+    return p == end and load(states, 0) == i32(LOWEST) and saves(length, q, to, n)
 
 
 @kernel
@@ -269,17 +180,17 @@ def _class_of(q: Pointer, at: int, size: int, bounds: Pointer) -> np.int32:
 
 @kernel
 def _contexts(
-    known: bool, e: int, k0: np.uint32, k1: np.uint32, unit: np.int32, index: Pointer, turn: Pointer
+    known: bool, chunk: Chunk, g: int, unit: np.int32, index: Pointer, turn: Pointer
 ) -> None:
-    """index = unit·bin of 128 values from e on, turn = -1 where the bin is a mirror image."""
+    """index = unit·bin of the values of group g, turn = -1 where the bin is a mirror image."""
     if not known:
         for j in range(GROUP):
             store(index, j, i32(0))
             store(turn, j, i32(0))
         return
-    p0 = u32(e >> 1)
+    p0, key = u32((chunk.number * CHUNK + g * GROUP) >> 1), chunk.key
     for j in range(GROUP // 2):
-        h = mix(u32(p0 + u32(j)), k0, k1)
+        h = mix(u32(p0 + u32(j)), key[0], key[1])
         a, b = sar(shl(i32(h), i32(16)), i32(31)), sar(i32(h), i32(31))
         store(turn, j, a)
         store(turn, j + GROUP // 2, b)
@@ -496,7 +407,10 @@ def _give_back(states: Pointer, words: Pointer, p: int, end: int) -> int:
     return p
 
 
-@kernel
-def _clear(q: Pointer, to: int) -> None:
-    for j in range(GROUP):
-        store(q, to + j, i16(0))
+def _tables() -> tuple[tuple, tuple]:
+    """Made on first use, which takes a moment."""
+    own = model()
+    return (own.records, own.classes, own.bounds), (own.slots, own.classes, own.bounds)
+
+
+CODER = coder_of("rans", _put, _get, _tables)

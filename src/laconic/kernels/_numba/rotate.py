@@ -9,10 +9,9 @@ LLVM cuts to what the machine has.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core.cgutils import alloca_once
@@ -20,10 +19,20 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from laconic._key import Stream
-from laconic.kernels._layout import GROUP, ScaleKind, code_offset, fraction_bits
-from laconic.kernels._numba.group import clamped
-from laconic.kernels._numba.linear import dequantize_groups, dither_settings, quantize_groups
-from laconic.kernels._numba.memory import (
+from laconic.kernels._layout import GROUP, ScaleKind
+from laconic.kernels._numba.group import (
+    INFINITY,
+    Decoding,
+    Rounding,
+    Worth,
+    clamped,
+    decoding_of,
+    mix,
+    rounding_of,
+    words,
+    worth_of,
+)
+from laconic.kernels._numba.intrinsics import (
     Pointer,
     array,
     bits_of,
@@ -40,9 +49,9 @@ from laconic.kernels._numba.memory import (
     u32,
     word_scratch,
 )
-from laconic.kernels._numba.random import mix
-from laconic.kernels._numba.scale import INFINITY
+from laconic.kernels._numba.linear import dequantize_groups, quantize_groups
 from laconic.kernels._pool import split
+from laconic.kernels._protocol import Dither, Lattice, Output, Rotation
 
 LANES = 16
 ROW = 128
@@ -52,113 +61,82 @@ SIGN = i32(-(1 << 31))
 LARGEST = f32(3.4028234663852886e38)
 
 
-def rotate_into(
-    x: Tensor, out: Tensor, *, stream: Stream, size: int, segments: Sequence[int] = ()
-) -> None:
-    """See the reference."""
-    data, target = array(x), array(out)
-    settings = (size, max(size, UNIT), _factor(size), u32(stream.k0), u32(stream.k1))
-    for start, length, unit in _segments(x.numel(), segments):
-        where = (start, length, unit)
+def rotate_into(x: Tensor, out: Tensor, rotation: Rotation) -> None:
+    """See `Kernels`."""
+    data, target, turning = array(x), array(out), _turning(rotation)
+    for where in _segments(x.numel(), rotation.segments):
         split(
-            lambda a, b, w=where: _rotate_into(data, target, *w, *settings, a, b),
-            -(-length // settings[1]),
-            settings[1],
+            lambda a, b, w=where: _rotate_into(data, target, w, turning, a, b),
+            -(-where[1] // turning[1]),
+            turning[1],
         )
 
 
-def rotate_back(
-    y: Tensor,
-    out: Tensor,
-    *,
-    stream: Stream,
-    size: int,
-    weight: float,
-    add: bool,
-    segments: Sequence[int] = (),
-) -> None:
-    """See the reference."""
-    data, target = array(y), array(out)
-    settings = (size, max(size, UNIT), _factor(size), u32(stream.k0), u32(stream.k1))
-    worth = (f32(weight), f32(torch.finfo(out.dtype).max), add)
-    for start, length, unit in _segments(y.numel(), segments):
-        where = (start, length, unit)
+def rotate_back(y: Tensor, output: Output, rotation: Rotation) -> None:
+    """See `Kernels`."""
+    data, target, turning = array(y), array(output.tensor), _turning(rotation)
+    worth = worth_of(output)
+    for where in _segments(y.numel(), rotation.segments):
         split(
-            lambda a, b, w=where: _rotate_back(data, target, *w, *settings, *worth, a, b),
-            -(-length // settings[1]),
-            settings[1],
+            lambda a, b, w=where: _rotate_back(data, target, w, turning, worth, a, b),
+            -(-where[1] // turning[1]),
+            turning[1],
         )
 
 
 def rotate_quantize(
     x: Tensor,
     scale: Tensor,
-    payload: Tensor,
+    codes: Tensor,
+    rotation: Rotation,
+    lattice: Lattice,
     *,
-    signs: Stream,
-    size: int,
     stream: Stream,
-    block: int,
-    levels: int,
-    bits: int,
     kind: ScaleKind,
 ) -> None:
-    """See the reference."""
-    chunk = max(size, block, UNIT)  # values that are rotated and quantized on their own
-    fraction = fraction_bits(levels)
-    data, n, ns, out = array(x), x.numel(), array(scale), array(payload)
-    rotation = (size, chunk, _factor(size), u32(signs.k0), u32(signs.k1))
-    settings = (
-        block,
-        int(kind),
-        levels << fraction,
-        fraction,
-        bits,
-        0 if bits == 8 else code_offset(levels, bits),
-        u32(stream.k0),
-        u32(stream.k1),
-        None,
-    )
-    split(
-        lambda a, b: _rotate_quantize(data, n, ns, out, *rotation, settings, a, b),
-        -(-n // chunk),
-        chunk,
-    )
+    """See `Kernels`."""
+    args = (array(x), x.numel(), array(scale), array(codes))
+    turning = _turning(rotation, lattice.block)
+    how, chunk = rounding_of(lattice, stream, kind), turning[1]
+    split(lambda a, b: _rotate_quantize(*args, turning, how, a, b), -(-x.numel() // chunk), chunk)
 
 
 def dequantize_rotate(
-    payload: Tensor,
+    codes: Tensor,
     scale: Tensor,
-    out: Tensor,
+    output: Output,
+    rotation: Rotation,
+    lattice: Lattice,
     *,
-    signs: Stream,
-    size: int,
     stream: Stream | None,
-    block: int,
-    levels: int,
-    bits: int,
     offset: int,
-    weight: float,
-    add: bool,
 ) -> None:
-    """See the reference."""
-    fraction = fraction_bits(levels)
-    unit = 1.0 / (levels if stream is None else levels << (fraction + 1))
-    codes, n, ns, target = array(payload), out.numel(), array(scale), array(out)
-    rotation = (size, max(size, UNIT), _factor(size), u32(signs.k0), u32(signs.k1))
-    dither = dither_settings(stream, fraction, shift=0, workers=1)
-    plain = (f32(1), LARGEST, False)  # weight and bound, no adding
-    settings = (block, bits, offset, *dither, f32(unit), *plain)
-    worth = (f32(weight), f32(torch.finfo(out.dtype).max), add)
+    """See `Kernels`."""
+    n, turning = output.tensor.numel(), _turning(rotation)
+    args = (array(codes), n, array(scale), array(output.tensor))
+    what, unit = decoding_of(lattice, None if stream is None else Dither(stream), offset)
+    inside, worth = (f32(unit), f32(1), LARGEST, False), worth_of(output)
     split(
-        lambda a, b: _dequantize_rotate(codes, n, ns, target, *rotation, *worth, settings, a, b),
-        -(-n // rotation[1]),
-        rotation[1],
+        lambda a, b: _dequantize_rotate(*args, turning, what, inside, worth, a, b),
+        -(-n // turning[1]),
+        turning[1],
     )
 
 
-def _factor(size: int) -> np.float32:
-    return f32(size**-0.5)
+class Turning(NamedTuple):
+    """A rotation, as kernels take it."""
+
+    size: int
+    chunk: int  # values that are rotated (and quantized) on their own
+    factor: np.float32  # of blocks that are full
+    k0: np.uint32
+    k1: np.uint32
+
+
+def _turning(rotation: Rotation, block: int = 0) -> tuple:
+    """A `Turning`."""
+    size = rotation.size
+    return size, max(size, block, UNIT), f32(size**-0.5), *words(rotation.signs)
 
 
 def _segments(numel: int, segments: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -189,7 +167,7 @@ def _place(builder: Any, base: Any, index: Any, kind: Any) -> Any:
 
 
 def _read(builder: Any, base: Any, index: Any, kind: Any) -> Any:
-    """16 values as float32; the array's type tells which float it holds (see `memory`)."""
+    """16 values as float32; the array's type tells which float it holds (see `intrinsics`)."""
     if kind == types.float32:
         return builder.load(_place(builder, base, index, _FLOATS), align=4)
     value = builder.load(_place(builder, base, index, _SHORTS), align=2)
@@ -371,21 +349,19 @@ def turn(
     count: int,
     y: Pointer,
     to: int,
-    size: int,
-    factor: np.float32,
+    how: Turning,
     place: int,
     signed: bool,
-    k0: np.uint32,
-    k1: np.uint32,
     signs: Pointer,
 ) -> None:
     """y[to : to+count] = H·D·x[e : e+count], D = 1 unless signed.
 
     `place`, where x[e] stands in the stream of signs, is a multiple of UNIT. x may be y.
     """
+    k0, k1 = how.k0, how.k1
     done = 0
     while done < count:
-        width, times = size, factor
+        width, times = how.size, how.factor
         while width > count - done:
             width //= 2
             times = f32(1 / np.sqrt(width))
@@ -413,15 +389,13 @@ def give(
     out: Pointer,
     e: int,
     count: int,
+    how: Turning,
     place: int,
-    k0: np.uint32,
-    k1: np.uint32,
     signs: Pointer,
-    weight: np.float32,
-    bound: np.float32,
-    add: bool,
+    worth: Worth,
 ) -> None:
     """out[e : e+count] (+)= weight·D·y[to : to+count]; beyond ±bound only if y is not finite."""
+    weight, bound, k0, k1 = worth.weight, worth.bound, how.k0, how.k1
     # nothing can need clamping where out holds all that y does
     safe = bound == LARGEST and abs(weight) <= f32(1)
     for r in range(0, count, ROW):
@@ -435,58 +409,37 @@ def give(
             if not safe:
                 finite = i32(bits_of(v) & i32(0x7FFFFFFF)) < INFINITY
                 w = clamped(w, bound) if finite else w
-            put(out, i, f32(get(out, i) + w) if add else w)
+            put(out, i, f32(get(out, i) + w) if worth.add else w)
 
 
 @kernel
 def _rotate_into(
-    x: np.ndarray,
-    y: np.ndarray,
-    start: int,
-    length: int,
-    unit: int,
-    size: int,
-    chunk: int,
-    factor: np.float32,
-    k0: np.uint32,
-    k1: np.uint32,
-    first: int,
-    last: int,
+    x: np.ndarray, y: np.ndarray, where: tuple, how: tuple, first: int, last: int
 ) -> None:
     """Chunks first .. last-1 of a segment."""
-    x, y = pointer(x), pointer(y)
+    x, y, how = pointer(x), pointer(y), Turning(*how)
+    start, length, unit = where
     signs = word_scratch()
     for c in range(first, last):
-        e, count, place = start + c * chunk, min(chunk, length - c * chunk), unit * UNIT + c * chunk
-        turn(x, e, count, y, e, size, factor, place, True, k0, k1, signs)
+        at = c * how.chunk
+        count = min(how.chunk, length - at)
+        turn(x, start + at, count, y, start + at, how, unit * UNIT + at, True, signs)
 
 
 @kernel
 def _rotate_back(
-    y: np.ndarray,
-    out: np.ndarray,
-    start: int,
-    length: int,
-    unit: int,
-    size: int,
-    chunk: int,
-    factor: np.float32,
-    k0: np.uint32,
-    k1: np.uint32,
-    weight: np.float32,
-    bound: np.float32,
-    add: bool,
-    first: int,
-    last: int,
+    y: np.ndarray, out: np.ndarray, where: tuple, how: tuple, worth: tuple, first: int, last: int
 ) -> None:
     """Chunks first .. last-1 of a segment."""
-    y, out = pointer(y), pointer(out)
+    y, out, how, worth = pointer(y), pointer(out), Turning(*how), Worth(*worth)
+    start, length, unit = where
     signs, none = word_scratch(), word_scratch()
     no_signs(none)
     for c in range(first, last):
-        e, count, place = start + c * chunk, min(chunk, length - c * chunk), unit * UNIT + c * chunk
-        turn(y, e, count, y, e, size, factor, place, False, k0, k1, none)
-        give(y, e, out, e, count, place, k0, k1, signs, weight, bound, add)
+        at = c * how.chunk
+        e, count, place = start + at, min(how.chunk, length - at), unit * UNIT + at
+        turn(y, e, count, y, e, how, place, False, none)
+        give(y, e, out, e, count, how, place, signs, worth)
 
 
 @kernel
@@ -495,24 +448,20 @@ def _rotate_quantize(
     n: int,
     scale: np.ndarray,
     out: np.ndarray,
-    size: int,
-    chunk: int,
-    factor: np.float32,
-    k0: np.uint32,
-    k1: np.uint32,
-    settings: tuple,
+    turning: tuple,
+    how: tuple,
     first: int,
     last: int,
 ) -> None:
     """Chunks first .. last-1, each rotated in scratch and quantized from there."""
     x, scale, out = pointer(x), pointer(scale), pointer(out)
+    turning, how = Turning(*turning), Rounding(*how)
     y, signs = float_block(), word_scratch()
     for c in range(first, last):
-        e = c * chunk
-        end = min(e + chunk, n)
-        turn(x, e, end - e, y, 0, size, factor, e, True, k0, k1, signs)
-        part = (e // GROUP, -(-end // GROUP))
-        quantize_groups(moved(y, -e), n, scale, out, *settings, *part)
+        e = c * turning.chunk
+        end = min(e + turning.chunk, n)
+        turn(x, e, end - e, y, 0, turning, e, True, signs)
+        quantize_groups(moved(y, -e), n, scale, out, how, None, e // GROUP, -(-end // GROUP))
 
 
 @kernel
@@ -521,26 +470,23 @@ def _dequantize_rotate(
     n: int,
     scale: np.ndarray,
     out: np.ndarray,
-    size: int,
-    chunk: int,
-    factor: np.float32,
-    k0: np.uint32,
-    k1: np.uint32,
-    weight: np.float32,
-    bound: np.float32,
-    add: bool,
-    settings: tuple,
+    turning: tuple,
+    what: tuple,
+    inside: tuple,
+    worth: tuple,
     first: int,
     last: int,
 ) -> None:
     """Chunks first .. last-1, each decoded into scratch and rotated back from there."""
     data, scale, out = pointer(data), pointer(scale), pointer(out)
+    turning, worth = Turning(*turning), Worth(*worth)
+    what, inside = Decoding(*what), Worth(*inside)
     y, signs, none = float_block(), word_scratch(), word_scratch()
     no_signs(none)
     for c in range(first, last):
-        e = c * chunk
-        end = min(e + chunk, n)
+        e = c * turning.chunk
+        end = min(e + turning.chunk, n)
         part = (e // GROUP, -(-end // GROUP))
-        dequantize_groups(data, n, scale, moved(y, -e), *settings, *part)
-        turn(y, 0, end - e, y, 0, size, factor, e, False, k0, k1, none)
-        give(y, 0, out, e, end - e, e, k0, k1, signs, weight, bound, add)
+        dequantize_groups(data, n, scale, moved(y, -e), what, None, inside, *part)
+        turn(y, 0, end - e, y, 0, turning, e, False, none)
+        give(y, 0, out, e, end - e, turning, e, signs, worth)

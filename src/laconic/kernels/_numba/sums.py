@@ -6,9 +6,11 @@ import numpy as np
 from torch import Tensor
 
 from laconic.kernels._layout import GROUP, groups
-from laconic.kernels._numba.memory import (
+from laconic.kernels._numba.group import pack, unpack
+from laconic.kernels._numba.intrinsics import (
     Pointer,
     array,
+    code_scratch,
     i32,
     kernel,
     load,
@@ -20,28 +22,28 @@ from laconic.kernels._numba.memory import (
     word_scratch,
 )
 from laconic.kernels._pool import split
+from laconic.kernels._protocol import Lattice
 
 
 def add_codes(
     own: Tensor,
     sums: Tensor | None,
     out: Tensor,
+    lattice: Lattice,
     *,
     numel: int,
-    levels: int,
-    bits: int,
     width: int,
     wider: int,
 ) -> None:
-    """See the reference."""
+    """See `Kernels`."""
     mine, target = array(own), array(out)
     theirs = target if sums is None else array(sums)
-    settings = (numel, levels, bits, 0 if sums is None else width, wider)
+    settings = (numel, lattice.levels, lattice.bits, 0 if sums is None else width, wider)
     split(lambda a, b: _add(mine, theirs, target, *settings, a, b), groups(numel), GROUP)
 
 
 def read_sums(sums: Tensor, out: Tensor, *, width: int, offset: int) -> None:
-    """See the reference."""
+    """See `Kernels`."""
     data, target, n = array(sums), array(out), out.numel()
     split(lambda a, b: _read(data, target, n, width, offset, a, b), groups(n), GROUP)
 
@@ -114,27 +116,11 @@ def _unpack(data: Pointer, start: int, width: int, c: Pointer) -> None:
             store(c, j, i32(load(c, j) + shl(i32(load(data, start + j)), low)))
         start += GROUP
         low = i32(low + i32(8))
-    if width & 4:
-        for j in range(64):
-            b = i32(load(data, start + j))
-            store(c, j, i32(load(c, j) + shl(b & i32(15), low)))
-            store(c, j + 64, i32(load(c, j + 64) + shl(sar(b, i32(4)), low)))
-        start += 64
-        low = i32(low + i32(4))
-    if width & 2:
-        for j in range(32):
-            b = i32(load(data, start + j))
-            for k in range(4):
-                part = sar(b, i32(2 * k)) & i32(3)
-                store(c, j + 32 * k, i32(load(c, j + 32 * k) + shl(part, low)))
-        start += 32
-        low = i32(low + i32(2))
-    if width & 1:
-        for j in range(16):
-            b = i32(load(data, start + j))
-            for k in range(8):
-                part = sar(b, i32(k)) & i32(1)
-                store(c, j + 16 * k, i32(load(c, j + 16 * k) + shl(part, low)))
+    if width & 7:
+        codes = code_scratch()
+        unpack(data, start, codes, width & 7)
+        for j in range(GROUP):
+            store(c, j, i32(load(c, j) + shl(i32(load(codes, j)), low)))
 
 
 @kernel
@@ -146,24 +132,8 @@ def _pack(c: Pointer, out: Pointer, start: int, width: int) -> None:
             store(out, start + j, u8(sar(load(c, j), low)))
         start += GROUP
         low = i32(low + i32(8))
-    if width & 4:
-        for j in range(64):
-            b = sar(load(c, j), low) & i32(15)
-            b |= shl(sar(load(c, j + 64), low) & i32(15), i32(4))
-            store(out, start + j, u8(b))
-        start += 64
-        low = i32(low + i32(4))
-    if width & 2:
-        for j in range(32):
-            b = i32(0)
-            for k in range(4):
-                b |= shl(sar(load(c, j + 32 * k), low) & i32(3), i32(2 * k))
-            store(out, start + j, u8(b))
-        start += 32
-        low = i32(low + i32(2))
-    if width & 1:
-        for j in range(16):
-            b = i32(0)
-            for k in range(8):
-                b |= shl(sar(load(c, j + 16 * k), low) & i32(1), i32(k))
-            store(out, start + j, u8(b))
+    if width & 7:
+        codes = code_scratch()
+        for j in range(GROUP):
+            store(codes, j, u8(sar(load(c, j), low)))
+        pack(codes, out, start, width & 7)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,23 +18,25 @@ from laconic.kernels._coding import (
     plane_words,
     table,
 )
-from laconic.kernels._reference.random import dither, draws
+from laconic.kernels._protocol import Coding
+from laconic.kernels._reference import bitmap, elias, rans
+from laconic.kernels._reference.group import dither, draws
 
 _CPU = torch.device("cpu")
 
 
-def encode_integers(q: Tensor, section: Section, *, stream: Stream, coder: int, form: int) -> None:
-    """Code int8 or int16 integers into a section."""
+def encode_integers(q: Tensor, section: Section, coding: Coding) -> None:
+    """See `Kernels`."""
     chunks = [part.cpu().numpy().astype(np.int16) for part in q.split(CHUNK)]
     none = np.zeros(len(chunks), np.uint32)
-    encode_section(chunks, [0] * len(chunks), none, stream, coder, form, section)
+    encode_section(chunks, [0] * len(chunks), none, coding, section)
 
 
-def decode_integers(section: Section, q: Tensor, *, stream: Stream, coder: int, limit: int) -> None:
-    """The integers of a section; WireError if a chunk is damaged, malformed or beyond ±limit."""
+def decode_integers(section: Section, q: Tensor, coding: Coding, *, limit: int) -> None:
+    """See `Kernels`."""
     where = table((q.numel(),))
     none = np.zeros(where.chunks, np.uint32)
-    chunks, marks = decode_section(section, where, none, stream, coder, limit)
+    chunks, marks = decode_section(section, where, none, coding, limit)
     if any(marks):
         raise WireError("the wire's chunks carry marks that its codec does not write")
     q.copy_(torch.from_numpy(np.concatenate(chunks)).to(q.dtype))
@@ -47,18 +46,16 @@ def encode_section(
     chunks: list[np.ndarray],
     marks: list[int],
     stamps: np.ndarray,
-    stream: Stream,
-    coder: int,
-    form: int,
+    coding: Coding,
     section: Section,
 ) -> None:
     """Code chunks; `stamps` are those of their segments."""
-    salts = draws(stream, len(chunks), _CPU).numpy() ^ stamps
+    salts = draws(coding.stream, len(chunks), _CPU).numpy() ^ stamps
     words: list[int] = []
     ends, checks = [], []
     for c, q in enumerate(chunks):
         width = int(np.abs(q.astype(np.int32)).max()).bit_length()
-        kind, own = _streams(q, c, stream, coder, form)
+        kind, own = _streams(q, c, coding)
         if own is None or len(own) + 1 >= plane_words(len(q), width):
             kind, own = Kind.FIXED | width << 8, _planes(q, width)
         chunk = [kind | marks[c] << 16, *own]
@@ -70,14 +67,14 @@ def encode_section(
 
 
 def decode_section(
-    section: Section, where: Table, stamps: np.ndarray, stream: Stream, coder: int, limit: int
+    section: Section, where: Table, stamps: np.ndarray, coding: Coding, limit: int
 ) -> tuple[list[np.ndarray], list[int]]:
     """Integers and marks of all chunks."""
     ends, checks, words = (
         part.cpu().numpy().view(np.uint32).tolist()
         for part in (section.ends, section.checks, section.payload)
     )
-    salts = draws(stream, where.chunks, _CPU).numpy() ^ stamps
+    salts = draws(coding.stream, where.chunks, _CPU).numpy() ^ stamps
     integers, marks = [], []
     for c in range(where.chunks):
         chunk, n = words[ends[c - 1] if c else 0 : ends[c]], int(where.count[c])
@@ -85,7 +82,7 @@ def decode_section(
             raise WireError(
                 f"chunk {c} of the wire is damaged, or the key is not the one it was encoded with"
             )
-        q = _decode(chunk, n, c, stream, coder)
+        q = _decode(chunk, n, c, coding)
         if len(q) != n or np.abs(q.astype(np.int32)).max() > limit:
             raise WireError(f"chunk {c} of the wire is not what an encoder writes")
         integers.append(q)
@@ -93,39 +90,31 @@ def decode_section(
     return integers, marks
 
 
-def _streams(
-    q: np.ndarray, c: int, stream: Stream, coder: int, form: int
-) -> tuple[int, list[int] | None]:
+def _streams(q: np.ndarray, c: int, coding: Coding) -> tuple[int, list[int] | None]:
     """The coder's own stream of a chunk and its kind."""
-    if coder == Kind.FIXED:
-        return coder, None
-    if coder == Kind.ELIAS_SPARSE:
-        return _module(coder).encode(q, form)
-    if coder == Kind.RANS:
-        return coder, _module(coder).encode(q, None if form else _dither(c, len(q), stream))
-    return coder, _module(coder).encode(q)
+    kind, form = coding.kind, coding.form
+    if kind == Kind.ELIAS_SPARSE:
+        return elias.encode(q, form)
+    if kind == Kind.RANS:
+        return kind, rans.encode(q, None if form else _dither(c, len(q), coding.stream))
+    return kind, bitmap.encode(q) if kind == Kind.BITMAP else None
 
 
-def _decode(chunk: list[int], n: int, c: int, stream: Stream, coder: int) -> np.ndarray:
+def _decode(chunk: list[int], n: int, c: int, coding: Coding) -> np.ndarray:
     kind, width = chunk[0] & 0xFF, chunk[0] >> 8 & 0xFF
     if kind == Kind.FIXED:
         return _from_planes(chunk[1:], n, width)
     if kind == Kind.ELIAS_SPARSE or kind == Kind.ELIAS_DENSE:
-        return _module(coder).decode(chunk[1:], n, kind)
+        return elias.decode(chunk[1:], n, kind)
     if kind == Kind.RANS:
-        return _module(coder).decode(chunk[1:], n, _dither(c, n, stream))
-    return _module(coder).decode(chunk[1:], n)
+        return rans.decode(chunk[1:], n, _dither(c, n, coding.stream))
+    return bitmap.decode(chunk[1:], n)
 
 
 def _dither(c: int, n: int, stream: Stream) -> np.ndarray:
     """r of a chunk's values."""
     groups = CHUNK // 128
     return dither(stream, (c + 1) * groups, 16, _CPU)[c * groups :].reshape(-1)[:n].numpy()
-
-
-def _module(coder: int) -> Any:
-    names = {Kind.BITMAP: "bitmap", Kind.ELIAS_SPARSE: "elias", Kind.RANS: "rans"}
-    return import_module(f"laconic.kernels._reference.{names[Kind(coder)]}")
 
 
 def _planes(q: np.ndarray, width: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Entropy-coded dithered quantization: one step a segment, integers of any size.
 
-With Δ the segment's step (`steps.py`) and r of 16 bits:
+With Δ the segment's step (`ecdq_steps.py`) and r of 16 bits:
 
     t = floor(x·2^16/Δ + ½),   q = (t + r) >> 16          (|q| ≤ 32001, because Δ ≥ max|x|/32000)
 
@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laconic._key import Stream
 from laconic.kernels._coding import (
     BLOCK,
     BLOCKS,
@@ -43,9 +42,10 @@ from laconic.kernels._coding import (
     table,
 )
 from laconic.kernels._layout import LIFT, TINY
+from laconic.kernels._protocol import Coding, Output
 from laconic.kernels._reference.coding import decode_section, encode_section
-from laconic.kernels._reference.random import dither
-from laconic.kernels._reference.steps import block_cost, fixed_point, kept_cost, usable
+from laconic.kernels._reference.ecdq_steps import block_cost, fixed_point, kept_cost, usable
+from laconic.kernels._reference.group import dither, put
 
 
 def ecdq_encode(
@@ -53,20 +53,15 @@ def ecdq_encode(
     steps: Tensor,
     section: Section,
     parts: tuple[int, ...],
+    coding: Coding,
     *,
-    stream: Stream,
-    coder: int,
-    form: int,
     subtract: Subtract,
     budgets: Budgets | None = None,
     spent: Tensor | None = None,
 ) -> None:
-    """Quantize every segment with its step, or its safe one, and code the integers.
-
-    `spent` gets the expected squared error of every segment.
-    """
+    """See `Kernels`."""
     where = table(parts)
-    r = dither(stream, where.chunks * CHUNK // 128, 16, x.device).view(-1, CHUNK)
+    r = dither(coding.stream, where.chunks * CHUNK // 128, 16, x.device).view(-1, CHUNK)
     chunks, marks, costs = _quantized(x, steps, where, r, subtract)
     if budgets is not None:
         above = _squared_error(steps, costs) > budgets.limit * (1 + TOLERANCE)
@@ -76,25 +71,22 @@ def ecdq_encode(
     if spent is not None:
         spent.copy_(_squared_error(steps, costs))
     stamps = steps.cpu().numpy().view(np.uint32)[where.segment]
-    encode_section(chunks, marks, stamps, stream, coder, form, section)
+    encode_section(chunks, marks, stamps, coding, section)
 
 
 def ecdq_decode(
     section: Section,
     steps: Tensor,
-    out: Tensor,
+    output: Output,
     parts: tuple[int, ...],
-    *,
-    stream: Stream,
-    coder: int,
-    weight: float,
-    add: bool,
+    coding: Coding,
 ) -> None:
-    """out (+)= weight · x̂; WireError if a chunk is damaged or malformed."""
+    """See `Kernels`."""
+    out = output.tensor
     where = table(parts)
-    r = dither(stream, where.chunks * CHUNK // 128, 16, out.device).view(-1, CHUNK)
+    r = dither(coding.stream, where.chunks * CHUNK // 128, 16, out.device).view(-1, CHUNK)
     stamps = steps.cpu().numpy().view(np.uint32)[where.segment]
-    chunks, marks = decode_section(section, where, stamps, stream, coder, LARGEST + 1)
+    chunks, marks = decode_section(section, where, stamps, coding, LARGEST + 1)
     bound = torch.finfo(out.dtype).max
     for c in range(where.chunks):
         start, n = int(where.start[c]), int(where.count[c])
@@ -104,11 +96,10 @@ def ecdq_decode(
         unit = torch.where((marks[c] >> block) & 1 == 1, 2.0**-17, 0.0).to(torch.float32)
         u = (2 * r[c, :n] + 1 - (1 << 16)).to(torch.float32) * unit
         lift = torch.where(step < TINY, LIFT, 1.0).to(torch.float32)
-        worth = (step * lift) * torch.tensor(weight, dtype=torch.float32, device=out.device)
+        worth = (step * lift) * torch.tensor(output.weight, dtype=torch.float32, device=out.device)
         worth = torch.where(torch.isfinite(step) & (step >= 0), worth, torch.nan)
         value = (((q - u) * worth) * (1 / lift)).clamp(-bound, bound)
-        part = out[start : start + n]
-        part.copy_(part.to(torch.float32) + value if add else value)
+        put(value, output._replace(tensor=out[start : start + n]))
 
 
 def _quantized(

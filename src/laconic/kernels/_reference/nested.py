@@ -21,78 +21,66 @@ from laconic.kernels._layout import (
     CHECK_GROUPS,
     SIDE_LIMIT,
     ScaleKind,
-    fraction_bits,
     groups,
 )
-from laconic.kernels._reference.linear import grouped, scaled, scales, store
-from laconic.kernels._reference.pack import pack, unpack
-from laconic.kernels._reference.random import dither
+from laconic.kernels._protocol import Lattice, Modulo, Output
+from laconic.kernels._reference.group import dither, grouped, pack, scaled, store, unpack
+from laconic.kernels._reference.linear import scales
 
 
 def nested_quantize(
     x: Tensor,
     scale: Tensor,
     checks: Tensor,
-    payload: Tensor,
+    codes: Tensor,
+    lattice: Lattice,
+    modulo: Modulo,
     *,
     stream: Stream,
-    block: int,
-    levels: int,
-    ratio: int,
-    alpha: float,
-    bits: int,
     kind: ScaleKind,
 ) -> None:
-    """Encode x modulo `ratio` fine steps of scale/levels."""
-    scales(x, scale, block=block, kind=kind)
-    fraction = fraction_bits(levels)
-    r = dither(stream, groups(x.numel()), fraction, x.device)
-    t = torch.round(scaled(x, scale, block, alpha * (levels << fraction))).to(torch.int64)
-    index = (t + r) >> fraction
-    half = (ratio - 1) // 2
+    """See `Kernels`."""
+    scales(x, scale, block=lattice.block, kind=kind)
+    r = dither(stream, groups(x.numel()), lattice.fraction, x.device)
+    y = scaled(x, scale, lattice.block, modulo.alpha * lattice.limit)
+    index = (torch.round(y).to(torch.int64) + r) >> lattice.fraction
+    ratio, half = modulo.ratio, (modulo.ratio - 1) // 2
     cell = torch.div(index + half, ratio, rounding_mode="floor")
     checks.copy_(_check(cell, r))
-    payload.copy_(pack(index - ratio * cell + half, bits).view(-1))
+    codes.copy_(pack(index - ratio * cell + half, lattice.bits).view(-1))
 
 
 def nested_dequantize(
-    payload: Tensor,
+    codes: Tensor,
     scale: Tensor,
     checks: Tensor,
     side: Tensor,
-    out: Tensor,
     failed: Tensor,
+    output: Output,
+    lattice: Lattice,
+    modulo: Modulo,
     *,
     stream: Stream,
-    block: int,
-    levels: int,
-    ratio: int,
-    alpha: float,
-    bits: int,
-    weight: float,
-    add: bool,
 ) -> None:
-    """Decode with side information; `failed` gets 1 per check block whose cells are wrong."""
-    count = groups(out.numel())
-    fraction = fraction_bits(levels)
-    r = dither(stream, count, fraction, out.device)
-    q = unpack(payload.view(count, 16 * bits), bits).to(torch.int64) - (ratio - 1) // 2
+    """See `Kernels`."""
+    count, fraction, bits = groups(side.numel()), lattice.fraction, lattice.bits
+    ratio, alpha = modulo
+    r = dither(stream, count, fraction, side.device)
+    q = unpack(codes.view(count, 16 * bits), bits).to(torch.int64) - (ratio - 1) // 2
     w = (q << (fraction + 1)) - (2 * r + 1) + (1 << fraction)
-    y = scaled(side, scale, block, alpha * (levels << fraction))
+    y = scaled(side, scale, lattice.block, alpha * lattice.limit)
     ty = torch.round(y.nan_to_num(nan=0.0).clamp(-SIDE_LIMIT, SIDE_LIMIT)).to(torch.int64)
     period = ratio << (fraction + 1)
     k = torch.div(w - 2 * ty + period // 2, period, rounding_mode="floor")
     failed.copy_(_check(-k, r) != checks)
     known = grouped(side.to(torch.float32))
-    beta = float(np.float32((1.0 - alpha * alpha) * weight))
+    beta = float(np.float32((1.0 - alpha * alpha) * output.weight))
     store(
         w - period * k,
         scale,
-        out,
-        block=block,
-        unit=alpha / (levels << (fraction + 1)),
-        weight=weight,
-        add=add,
+        output,
+        block=lattice.block,
+        unit=alpha / (lattice.levels << (fraction + 1)),
         extra=known * beta,
         poison=known * 0.0,  # NaN where the side information is not finite
     )

@@ -18,7 +18,7 @@ _PART = 1 << 15  # values whose intermediate results fit a core's cache
 
 
 def times_powers(source: Tensor, exponents: Tensor, out: Tensor, *, inverse: bool) -> None:
-    """out = source·2^±e in fp32, rounded once to out's dtype; `out` may be `source`."""
+    """See `Kernels`."""
     e = exponents.to(torch.int32)
     factors = ((127 - e if inverse else 127 + e) << 23).view(torch.float32)
     out.copy_(source.to(torch.float32) * factors)
@@ -27,12 +27,9 @@ def times_powers(source: Tensor, exponents: Tensor, out: Tensor, *, inverse: boo
 def row_exponents(
     v: Tensor, out: Tensor, *, factor: float | Tensor, share: float | Tensor, epsilon: float
 ) -> Tensor:
-    """Exponents of what an optimizer divides by, and whether any of it is known (a bool scalar).
+    """See `Kernels`. In fp32; means add up in fp64, so that their order does not matter.
 
-        out = round(log2(√u + epsilon)),    u = v̂ + share·(mean of v̂'s row - v̂),    v̂ = factor·v
-
-    in fp32; means add up in fp64, so that their order does not matter. Exponents are at most
-    MOST_EXPONENT, and 0 for what is not finite. `out` is int8, of the shape of v, (rows, columns).
+    Exponents are at most MOST_EXPONENT, and 0 for what is not finite.
     """
     at_once = max(1, (_PART if v.device.type == "cpu" else v.numel()) // max(1, v.shape[1]))
     known = [

@@ -21,82 +21,77 @@ draws of a segment start behind those of the 1024s, begun ones too, of the segme
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from laconic._key import Stream
+from laconic.kernels._layout import ScaleKind
+from laconic.kernels._protocol import Dither, Lattice, Output, Rotation
+from laconic.kernels._reference.group import draws, put
 from laconic.kernels._reference.linear import dequantize, quantize
-from laconic.kernels._reference.random import draws
 
 _UNIT = 1024  # values that share 32 draws
 
 
-def rotate_into(
-    x: Tensor, out: Tensor, *, stream: Stream, size: int, segments: Sequence[int] = ()
-) -> None:
-    """out (fp32) = H·D·x in blocks of `size`; without segments, x is one."""
-    for part, signs in _parts(x.numel(), stream, segments, x.device):
-        _butterflies(x[part].to(torch.float32) * signs, out[part], size)
+def rotate_into(x: Tensor, out: Tensor, rotation: Rotation) -> None:
+    """See `Kernels`."""
+    for part, signs in _parts(x, rotation):
+        _butterflies(x[part].to(torch.float32) * signs, out[part], rotation.size)
 
 
-def rotate_back(
-    y: Tensor,
-    out: Tensor,
-    *,
-    stream: Stream,
-    size: int,
-    weight: float,
-    add: bool,
-    segments: Sequence[int] = (),
-) -> None:
-    """out (+)= weight·D·H·y; beyond what out's dtype can hold only if not finite. y is lost."""
-    bound = torch.finfo(out.dtype).max
-    for part, signs in _parts(y.numel(), stream, segments, y.device):
-        _butterflies(y[part], y[part], size)
+def rotate_back(y: Tensor, output: Output, rotation: Rotation) -> None:
+    """See `Kernels`."""
+    bound = torch.finfo(output.tensor.dtype).max
+    for part, signs in _parts(y, rotation):
+        _butterflies(y[part], y[part], rotation.size)
         v = y[part]
-        w = (v * signs) * float(np.float32(weight))
+        w = (v * signs) * float(np.float32(output.weight))
         w = torch.where(torch.isfinite(v), w.clamp(-bound, bound), w)
-        out[part] = out[part].to(torch.float32) + w if add else w
+        put(w, output._replace(tensor=output.tensor[part]))
 
 
 def rotate_quantize(
-    x: Tensor, scale: Tensor, payload: Tensor, *, signs: Stream, size: int, **settings: Any
+    x: Tensor,
+    scale: Tensor,
+    codes: Tensor,
+    rotation: Rotation,
+    lattice: Lattice,
+    *,
+    stream: Stream,
+    kind: ScaleKind,
 ) -> None:
-    """`quantize` of the rotated x. Faster kernels do both at once."""
+    """See `Kernels`. Faster kernels do both at once."""
     y = torch.empty(x.numel(), device=x.device)
-    rotate_into(x, y, stream=signs, size=size)
-    quantize(y, scale, payload, **settings)
+    rotate_into(x, y, rotation)
+    quantize(y, scale, codes, lattice, dither=Dither(stream), kind=kind)
 
 
 def dequantize_rotate(
-    payload: Tensor,
+    codes: Tensor,
     scale: Tensor,
-    out: Tensor,
+    output: Output,
+    rotation: Rotation,
+    lattice: Lattice,
     *,
-    signs: Stream,
-    size: int,
-    weight: float,
-    add: bool,
-    **settings: Any,
+    stream: Stream | None,
+    offset: int,
 ) -> None:
-    """`dequantize`, rotated back. Faster kernels do both at once."""
-    y = torch.empty(out.numel(), device=out.device)
-    dequantize(payload, scale, y, weight=1.0, add=False, **settings)
-    rotate_back(y, out, stream=signs, size=size, weight=weight, add=add)
+    """See `Kernels`. Faster kernels do both at once."""
+    y = torch.empty(output.tensor.numel(), device=codes.device)
+    dither = None if stream is None else Dither(stream)
+    dequantize(codes, scale, Output(y), lattice, dither=dither, offset=offset)
+    rotate_back(y, output, rotation)
 
 
-def _parts(
-    numel: int, stream: Stream, segments: Sequence[int], device: torch.device
-) -> Iterator[tuple[slice, Tensor]]:
+def _parts(x: Tensor, rotation: Rotation) -> Iterator[tuple[slice, Tensor]]:
     """Where the segments lie, and the signs of their values."""
-    start = unit = 0
-    for length in segments or (numel,):
+    start, unit, device = 0, 0, x.device
+    for length in rotation.segments or (x.numel(),):
         count = -(-length // _UNIT)
-        words = draws(stream, 32 * (unit + count), device)[32 * unit :].view(-1, 1, 32, 1)
+        words = draws(rotation.signs, 32 * (unit + count), device)[32 * unit :].view(-1, 1, 32, 1)
         bit = 31 - torch.arange(32, device=device).view(8, 1, 4)
         signs = (1 - 2 * ((words >> bit) & 1)).to(torch.float32)
         yield slice(start, start + length), signs.view(-1)[:length]

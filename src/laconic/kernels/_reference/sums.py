@@ -11,26 +11,22 @@ import torch
 from torch import Tensor
 
 from laconic.kernels._layout import GROUP, groups
-from laconic.kernels._reference.linear import grouped
-from laconic.kernels._reference.pack import pack, unpack
+from laconic.kernels._protocol import Lattice
+from laconic.kernels._reference.group import grouped, pack, unpack
 
 
 def add_codes(
     own: Tensor,
     sums: Tensor | None,
     out: Tensor,
+    lattice: Lattice,
     *,
     numel: int,
-    levels: int,
-    bits: int,
     width: int,
     wider: int,
 ) -> None:
-    """out = sums + own codes, packed at `wider` bits; without `sums` the own codes alone.
-
-    `own` is what `quantize` wrote with `levels` and `bits` (4, 8 or 32) for `numel` values; `sums`
-    has `width` bits.
-    """
+    """See `Kernels`."""
+    _, levels, bits = lattice
     if bits == 4:
         c = unpack(own.view(-1, 64), 4)
     else:
@@ -42,7 +38,7 @@ def add_codes(
 
 
 def read_sums(sums: Tensor, out: Tensor, *, width: int, offset: int) -> None:
-    """out (int32) = sums of `width` bits, less `offset`."""
+    """See `Kernels`."""
     out.copy_(_unpack(sums, width).view(-1)[: out.numel()] - offset)
 
 

@@ -26,7 +26,7 @@ from laconic.kernels._triton.bitmap import (
     tail,
     zeros,
 )
-from laconic.kernels._triton.tile import mix
+from laconic.kernels._triton.group import mix
 
 CHUNK: tl.constexpr = tl.constexpr(_coding.CHUNK)
 BLOCK: tl.constexpr = tl.constexpr(_coding.BLOCK)

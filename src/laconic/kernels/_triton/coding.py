@@ -18,6 +18,7 @@ from torch import Tensor
 from laconic._key import Stream
 from laconic.errors import ConfigError
 from laconic.kernels._coding import Kind, Section, table
+from laconic.kernels._protocol import Coding
 from laconic.kernels._triton.bitmap import ROW, TAIL_BITS, scatter, transposed, zeros
 from laconic.kernels._triton.chunk import (
     BITMAP,
@@ -38,7 +39,7 @@ from laconic.kernels._triton.chunk import (
     with_value,
     write_chunk,
 )
-from laconic.kernels._triton.tile import OPTIONS, words
+from laconic.kernels._triton.group import OPTIONS, words
 
 _SPAN = 256  # words of a chunk that are moved at once
 WARPS = 2  # a chunk's: with one, code outgrows the instruction cache; four wait for each other
@@ -48,29 +49,23 @@ ENCODE_OPTIONS = {**DECODE_OPTIONS, "maxnreg": 80}
 _KINDS = (Kind.FIXED, Kind.BITMAP)
 
 
-def encode_integers(q: Tensor, section: Section, *, stream: Stream, coder: int, form: int) -> None:
-    """See the reference."""
+def encode_integers(q: Tensor, section: Section, coding: Coding) -> None:
+    """See `Kernels`."""
     place, staging = chunks((q.numel(),), q), Staging.of(section, q.device)
     _encode[place.grid](
         q,
         *place.tensors,
         *staging.tensors,
         q.numel(),
-        CODER=check_coder(coder),
+        CODER=check_coder(coding.kind),
         **place.options,
         **ENCODE_OPTIONS,
     )
-    collect(section, staging, place, None, stream)
+    collect(section, staging, place, None, coding.stream)
 
 
-def decode_integers(
-    section: Section, q: Tensor, *, stream: Stream, coder: int, limit: int
-) -> Tensor:
-    """The integers of a section; zeros for a chunk that is damaged, malformed or beyond ±limit.
-
-    Nothing waits for the device, so nothing is raised: returns a float32 of no dimension on it,
-    1, or NaN if there was such a chunk. Multiply scales by it.
-    """
+def decode_integers(section: Section, q: Tensor, coding: Coding, *, limit: int) -> Tensor:
+    """See `Kernels`. Nothing waits for the device, so nothing is raised."""
     place = chunks((q.numel(),), q)
     verdict = torch.ones((), device=q.device)
     _decode[place.grid](
@@ -82,21 +77,21 @@ def decode_integers(
         verdict,
         *place.tensors,
         q.numel(),
-        *words(stream),
+        *words(coding.stream),
         limit,
-        CODER=check_coder(coder),
+        CODER=check_coder(coding.kind),
         **place.options,
         **DECODE_OPTIONS,
     )
     return verdict
 
 
-def check_coder(coder: int) -> int:
+def check_coder(kind: Kind) -> int:
     """The coder's number; ConfigError if it has no kernels here."""
-    if coder not in _KINDS:
-        name = Kind(coder).name.lower().replace("_sparse", "")
+    if kind not in _KINDS:
+        name = Kind(kind).name.lower().replace("_sparse", "")
         raise ConfigError(f"{name} runs on the CPU; on CUDA use coder=bitmap")
-    return coder
+    return int(kind)
 
 
 @dataclass(frozen=True, eq=False)

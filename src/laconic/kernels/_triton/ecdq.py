@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic._key import Stream
 from laconic.kernels import _coding
 from laconic.kernels._coding import Budgets, Section, Subtract
+from laconic.kernels._protocol import Coding, Output
 from laconic.kernels._triton.bitmap import (
     ROW,
     TAIL_BITS,
@@ -44,8 +44,7 @@ from laconic.kernels._triton.coding import (
     chunks,
     collect,
 )
-from laconic.kernels._triton.scale import TINY, clamped, lift_of, lower_of, narrowed, usable
-from laconic.kernels._triton.steps import (
+from laconic.kernels._triton.ecdq_steps import (
     ALWAYS,
     LARGEST,
     NEVER,
@@ -55,7 +54,17 @@ from laconic.kernels._triton.steps import (
     nearest,
     spread,
 )
-from laconic.kernels._triton.tile import OPTIONS, mix, words
+from laconic.kernels._triton.group import (
+    OPTIONS,
+    TINY,
+    clamped,
+    lift_of,
+    lower_of,
+    mix,
+    narrowed,
+    usable,
+    words,
+)
 
 _PLAIN: tl.constexpr = tl.constexpr(0)  # quantize with the steps as they are
 _COUNTED: tl.constexpr = tl.constexpr(1)  # and add up what that costs
@@ -68,15 +77,13 @@ def ecdq_encode(
     steps: Tensor,
     section: Section,
     parts: tuple[int, ...],
+    coding: Coding,
     *,
-    stream: Stream,
-    coder: int,
-    form: int,
     subtract: Subtract,
     budgets: Budgets | None = None,
     spent: Tensor | None = None,
 ) -> None:
-    """See the reference. `budgets` are those of the call of ecdq_steps just before.
+    """See `Kernels`.
 
     Nobody waits to learn whether a segment keeps to its limit: a second launch looks, and ends
     there for all chunks of those that do.
@@ -101,14 +108,14 @@ def ecdq_encode(
             *staging.tensors,
             x.numel(),
             len(parts),
-            *words(stream),
-            CODER=check_coder(coder),
+            *words(coding.stream),
+            CODER=check_coder(coding.kind),
             SUBTRACT=int(subtract),
             PASS=form_.value,
             **place.options,
             **ENCODE_OPTIONS,
         )
-    collect(section, staging, place, steps, stream)
+    collect(section, staging, place, steps, coding.stream)
     if spent is not None:
         _report[(len(parts),)](
             spent, tried, steps, budgets.limit, budgets.safe, budgets.costs, len(parts), **OPTIONS
@@ -118,18 +125,12 @@ def ecdq_encode(
 def ecdq_decode(
     section: Section,
     steps: Tensor,
-    out: Tensor,
+    output: Output,
     parts: tuple[int, ...],
-    *,
-    stream: Stream,
-    coder: int,
-    weight: float,
-    add: bool,
+    coding: Coding,
 ) -> None:
-    """See the reference; but a chunk that is damaged or malformed decodes to NaN.
-
-    An error could only be raised after waiting for the device.
-    """
+    """See `Kernels`. An error could only be raised after waiting for the device."""
+    out, weight, add = output
     place = chunks(parts, out)
     _decode[place.grid](
         section.ends,
@@ -140,10 +141,10 @@ def ecdq_decode(
         out,
         *place.tensors,
         out.numel(),
-        *words(stream),
+        *words(coding.stream),
         weight,
         torch.finfo(out.dtype).max,
-        CODER=check_coder(coder),
+        CODER=check_coder(coding.kind),
         ADD=add,
         **place.options,
         **DECODE_OPTIONS,

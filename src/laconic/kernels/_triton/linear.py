@@ -8,28 +8,27 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic._key import Stream
-from laconic.kernels._layout import ScaleKind, code_offset, dither_centre, fraction_bits
-from laconic.kernels._triton.scale import (
+from laconic.kernels._layout import ScaleKind, dither_centre
+from laconic.kernels._protocol import Dither, Lattice, Output
+from laconic.kernels._triton.group import (
+    OPTIONS,
     clamped,
+    dither2,
     emit2,
     finish,
+    lanes,
+    load2,
     lower_of,
     magnitude,
     narrowed,
+    pack2,
+    programs,
     rint_bits,
     scale_of,
     scaled2,
+    shape,
     square,
     step,
-)
-from laconic.kernels._triton.tile import (
-    OPTIONS,
-    dither2,
-    lanes,
-    load2,
-    pack2,
-    programs,
-    shape,
     strata2,
     tile_start,
     unpack2,
@@ -41,7 +40,7 @@ _WARPS = {**OPTIONS, "num_warps": 4}
 
 
 def scales(x: Tensor, out: Tensor, *, block: int, kind: ScaleKind) -> None:
-    """See the reference."""
+    """See `Kernels`."""
     n = x.numel()
     if block:
         span = min(triton.next_power_of_2(block), _SPAN)
@@ -60,41 +59,45 @@ def scales(x: Tensor, out: Tensor, *, block: int, kind: ScaleKind) -> None:
 def quantize(
     x: Tensor,
     scale: Tensor,
-    payload: Tensor,
+    codes: Tensor,
+    lattice: Lattice,
     *,
-    stream: Stream,
-    block: int,
-    levels: int,
-    bits: int,
+    dither: Dither,
     kind: ScaleKind,
-    shift: int = 0,
 ) -> None:
-    """See the reference."""
-    tile = shape(block)
-    fused = block == 2 * tile["W"] and kind is not ScaleKind.GIVEN
+    """See `Kernels`."""
+    tile = shape(lattice.block)
+    fused = lattice.block == 2 * tile["W"] and kind is not ScaleKind.GIVEN
     if kind is not ScaleKind.GIVEN and not fused:
-        scales(x, scale, block=block, kind=kind)
-    fraction = fraction_bits(levels)
+        scales(x, scale, block=lattice.block, kind=kind)
     _quantize[programs(x.numel(), tile)](
         x,
         scale,
-        payload,
+        codes,
         x.numel(),
-        *words(stream),
-        shift,
-        BLOCK=block,
+        *words(dither.stream),
+        dither.shift,
         KIND=int(kind) if fused else 0,
-        LIMIT=levels << fraction,
-        FRACTION=fraction,
-        BITS=bits,
-        OFFSET=0 if bits == 32 else code_offset(levels, bits),
+        **rounding(lattice),
         **tile,
         **OPTIONS,
     )
 
 
-def accumulate(source: Tensor, out: Tensor, *, weight: float, add: bool) -> None:
-    """See the reference."""
+def rounding(lattice: Lattice) -> dict[str, int]:
+    """Launch arguments of kernels that make codes."""
+    return {
+        "BLOCK": lattice.block,
+        "LIMIT": lattice.limit,
+        "FRACTION": lattice.fraction,
+        "BITS": lattice.bits,
+        "OFFSET": 0 if lattice.bits == 32 else lattice.offset,
+    }
+
+
+def accumulate(source: Tensor, output: Output) -> None:
+    """See `Kernels`."""
+    out, weight, add = output
     n = out.numel()
     _accumulate[(triton.cdiv(n, _SPAN // 4),)](
         source, out, n, weight, ADD=add, SPAN=_SPAN // 4, **_WARPS
@@ -102,44 +105,43 @@ def accumulate(source: Tensor, out: Tensor, *, weight: float, add: bool) -> None
 
 
 def dequantize(
-    payload: Tensor,
+    codes: Tensor,
     scale: Tensor,
-    out: Tensor,
+    output: Output,
+    lattice: Lattice,
     *,
-    stream: Stream | None,
-    block: int,
-    levels: int,
-    bits: int,
+    dither: Dither | None,
     offset: int,
-    weight: float,
-    add: bool,
-    shift: int = 0,
-    workers: int = 1,
 ) -> None:
-    """See the reference."""
-    fraction = fraction_bits(levels)
-    tile = shape(block)
+    """See `Kernels`."""
+    fraction, tile, out = lattice.fraction, shape(lattice.block), output.tensor
+    stream, shift, workers = (None, 0, 1) if dither is None else dither
     _dequantize[programs(out.numel(), tile)](
-        payload,
+        codes,
         scale,
         out,
         out.numel(),
         *words(stream),
-        1.0 / (levels if stream is None else levels << (fraction + 1)),
-        weight,
-        torch.finfo(out.dtype).max,
+        *worth_of(output, lattice, stream),
         offset,
         workers % (1 << fraction),
         shift,
         dither_centre(workers, fraction),
-        BLOCK=block,
+        BLOCK=lattice.block,
         FRACTION=fraction,
-        BITS=bits,
+        BITS=lattice.bits,
         SUBTRACT=stream is not None,
-        ADD=add,
+        ADD=output.add,
         **tile,
         **OPTIONS,
     )
+
+
+def worth_of(output: Output, lattice: Lattice, stream: Stream | None) -> tuple[float, float, float]:
+    """What a unit of a code is worth in scales, the weight, and the largest value there may be."""
+    levels = lattice.levels
+    unit = 1.0 / (levels if stream is None else levels << (lattice.fraction + 1))
+    return unit, output.weight, torch.finfo(output.tensor.dtype).max
 
 
 @triton.jit

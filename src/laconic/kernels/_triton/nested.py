@@ -12,29 +12,28 @@ from torch import Tensor
 
 from laconic._key import Stream
 from laconic.kernels import _layout
-from laconic.kernels._layout import CHECK_GROUPS, GROUP, ScaleKind, fraction_bits
-from laconic.kernels._triton.linear import scales
-from laconic.kernels._triton.scale import (
+from laconic.kernels._layout import CHECK_GROUPS, GROUP, ScaleKind
+from laconic.kernels._protocol import Lattice, Modulo, Output
+from laconic.kernels._triton.group import (
+    OPTIONS,
     clamped,
+    dither2,
     emit2,
+    lanes,
+    load2,
     lower_of,
+    pack2,
+    programs,
     rint_bits,
     scale_of,
     scaled2,
-    step,
-)
-from laconic.kernels._triton.tile import (
-    OPTIONS,
-    dither2,
-    lanes,
-    load2,
-    pack2,
-    programs,
     shape,
+    step,
     tile_start,
     unpack2,
     words,
 )
+from laconic.kernels._triton.linear import scales
 
 _ROW = CHECK_GROUPS * GROUP
 _LIFT: tl.constexpr = tl.constexpr(64)
@@ -44,77 +43,71 @@ _SIDE_LIMIT: tl.constexpr = tl.constexpr(float(_layout.SIDE_LIMIT))
 def nested_quantize(
     x: Tensor,
     scale: Tensor,
-    checks_out: Tensor,
-    payload: Tensor,
+    checks: Tensor,
+    codes: Tensor,
+    lattice: Lattice,
+    modulo: Modulo,
     *,
     stream: Stream,
-    block: int,
-    levels: int,
-    ratio: int,
-    alpha: float,
-    bits: int,
     kind: ScaleKind,
 ) -> None:
-    """See the reference."""
-    scales(x, scale, block=block, kind=kind)
-    fraction = fraction_bits(levels)
+    """See `Kernels`."""
+    scales(x, scale, block=lattice.block, kind=kind)
     tile = shape(_ROW)
-    _nested_quantize[programs(x.numel(), tile)](
+    _quantize[programs(x.numel(), tile)](
         x,
         scale,
-        checks_out,
-        payload,
+        checks,
+        codes,
         x.numel(),
         *words(stream),
-        alpha * (levels << fraction),
-        BLOCK=block,
-        FRACTION=fraction,
-        RATIO=ratio,
-        BITS=bits,
+        modulo.alpha * lattice.limit,
+        **_settings(lattice, modulo),
         **tile,
         **OPTIONS,
     )
 
 
+def _settings(lattice: Lattice, modulo: Modulo) -> dict[str, int]:
+    """Launch arguments of both kernels."""
+    return {
+        "BLOCK": lattice.block,
+        "FRACTION": lattice.fraction,
+        "RATIO": modulo.ratio,
+        "BITS": lattice.bits,
+    }
+
+
 def nested_dequantize(
-    payload: Tensor,
+    codes: Tensor,
     scale: Tensor,
-    checks_in: Tensor,
+    checks: Tensor,
     side: Tensor,
-    out: Tensor,
     failed: Tensor,
+    output: Output,
+    lattice: Lattice,
+    modulo: Modulo,
     *,
     stream: Stream,
-    block: int,
-    levels: int,
-    ratio: int,
-    alpha: float,
-    bits: int,
-    weight: float,
-    add: bool,
 ) -> None:
-    """See the reference."""
-    fraction = fraction_bits(levels)
-    tile = shape(_ROW)
-    _nested_dequantize[programs(out.numel(), tile)](
-        payload,
+    """See `Kernels`."""
+    (out, weight, add), alpha, tile = output, modulo.alpha, shape(_ROW)
+    _dequantize[programs(out.numel(), tile)](
+        codes,
         scale,
-        checks_in,
+        checks,
         side,
         out,
         failed,
         out.numel(),
         *words(stream),
-        alpha * (levels << fraction),
-        alpha / (levels << (fraction + 1)),
+        alpha * lattice.limit,
+        alpha / (lattice.limit << 1),
         weight,
         (1.0 - alpha * alpha) * weight,
         torch.finfo(out.dtype).max,
-        BLOCK=block,
-        FRACTION=fraction,
-        RATIO=ratio,
-        BITS=bits,
         ADD=add,
+        **_settings(lattice, modulo),
         **tile,
         **OPTIONS,
     )
@@ -137,7 +130,7 @@ def _cell(
 
 
 @triton.jit(do_not_specialize=["k0", "k1"])
-def _nested_quantize(
+def _quantize(
     x,
     scale,
     check,
@@ -197,7 +190,7 @@ def _resolved(
 
 
 @triton.jit(do_not_specialize=["k0", "k1"])
-def _nested_dequantize(
+def _dequantize(
     payload,
     scale,
     check,

@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from laconic.kernels._triton.scale import narrowed
+from laconic.kernels._triton.group import narrowed
 
 _SPAN = 4096  # values of a program
 
 
 def times_powers(source: Tensor, exponents: Tensor, out: Tensor, *, inverse: bool) -> None:
-    """See the reference."""
+    """See `Kernels`."""
     n = out.numel()
     if n:
         _times[(triton.cdiv(n, _SPAN),)](

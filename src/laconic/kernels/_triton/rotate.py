@@ -8,7 +8,7 @@ in which butterflies look where their piece ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -18,112 +18,94 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic._key import Stream
-from laconic.kernels._layout import GROUP, ScaleKind, code_offset, fraction_bits
-from laconic.kernels._triton.linear import dequantize_tile, quantize_tile
-from laconic.kernels._triton.scale import LARGEST, clamped, narrowed
-from laconic.kernels._triton.tile import MAX_ROW, OPTIONS, TILE, mix, words
+from laconic.kernels._layout import GROUP, ScaleKind
+from laconic.kernels._protocol import Lattice, Output, Rotation
+from laconic.kernels._triton.group import (
+    LARGEST,
+    MAX_ROW,
+    OPTIONS,
+    TILE,
+    clamped,
+    mix,
+    narrowed,
+    words,
+)
+from laconic.kernels._triton.linear import dequantize_tile, quantize_tile, rounding, worth_of
 
 _UNIT = 1024  # values that share 32 draws
 
 
-def rotate_into(
-    x: Tensor, out: Tensor, *, stream: Stream, size: int, segments: Sequence[int] = ()
-) -> None:
-    """See the reference."""
-    for grid, first, table, settings in _launches(x, size, max(size, TILE), segments):
-        _rotate_into[grid](x, out, x.numel(), first, table, *words(stream), **settings, **OPTIONS)
+def rotate_into(x: Tensor, out: Tensor, rotation: Rotation) -> None:
+    """See `Kernels`."""
+    for grid, first, table, settings in _launches(x, rotation):
+        signs = words(rotation.signs)
+        _rotate_into[grid](x, out, x.numel(), first, table, *signs, **settings, **OPTIONS)
 
 
-def rotate_back(
-    y: Tensor,
-    out: Tensor,
-    *,
-    stream: Stream,
-    size: int,
-    weight: float,
-    add: bool,
-    segments: Sequence[int] = (),
-) -> None:
-    """See the reference."""
-    worth = (weight, torch.finfo(out.dtype).max)
-    for grid, first, table, settings in _launches(y, size, max(size, TILE), segments):
-        _rotate_back[grid](
-            y, out, y.numel(), first, table, *words(stream), *worth, ADD=add, **settings, **OPTIONS
-        )
+def rotate_back(y: Tensor, output: Output, rotation: Rotation) -> None:
+    """See `Kernels`."""
+    out, weight, add = output
+    worth = (*words(rotation.signs), weight, torch.finfo(out.dtype).max)
+    for grid, first, table, settings in _launches(y, rotation):
+        _rotate_back[grid](y, out, y.numel(), first, table, *worth, ADD=add, **settings, **OPTIONS)
 
 
 def rotate_quantize(
     x: Tensor,
     scale: Tensor,
-    payload: Tensor,
+    codes: Tensor,
+    rotation: Rotation,
+    lattice: Lattice,
     *,
-    signs: Stream,
-    size: int,
     stream: Stream,
-    block: int,
-    levels: int,
-    bits: int,
     kind: ScaleKind,
 ) -> None:
-    """See the reference."""
-    fraction = fraction_bits(levels)
-    for grid, first, _, settings in _launches(x, size, max(size, block, TILE)):
+    """See `Kernels`."""
+    for grid, first, _, settings in _launches(x, rotation, lattice.block):
         _rotate_quantize[grid](
             x,
             scale,
-            payload,
+            codes,
             x.numel(),
             first,
-            *words(signs),
+            *words(rotation.signs),
             *words(stream),
-            BLOCK=block,
             KIND=int(kind),
-            LIMIT=levels << fraction,
-            FRACTION=fraction,
-            BITS=bits,
-            OFFSET=code_offset(levels, bits),
+            **rounding(lattice),
             **settings,
             **OPTIONS,
         )
 
 
 def dequantize_rotate(
-    payload: Tensor,
+    codes: Tensor,
     scale: Tensor,
-    out: Tensor,
+    output: Output,
+    rotation: Rotation,
+    lattice: Lattice,
     *,
-    signs: Stream,
-    size: int,
     stream: Stream | None,
-    block: int,
-    levels: int,
-    bits: int,
     offset: int,
-    weight: float,
-    add: bool,
 ) -> None:
-    """See the reference."""
-    fraction = fraction_bits(levels)
-    tile = max(size, TILE)
+    """See `Kernels`."""
+    block, tile, out = lattice.block, max(rotation.size, TILE), output.tensor
     row = block if _is_row(block) and block <= tile else tile
-    for grid, first, _, settings in _launches(out, size, tile):
+    for grid, first, _, settings in _launches(out, rotation):
         _dequantize_rotate[grid](
-            payload,
+            codes,
             scale,
             out,
             out.numel(),
             first,
-            *words(signs),
+            *words(rotation.signs),
             *words(stream),
-            1.0 / (levels if stream is None else levels << (fraction + 1)),
-            weight,
-            torch.finfo(out.dtype).max,
+            *worth_of(output, lattice, stream),
             offset,
             BLOCK=block,
-            FRACTION=fraction,
-            BITS=bits,
+            FRACTION=lattice.fraction,
+            BITS=lattice.bits,
             SUBTRACT=stream is not None,
-            ADD=add,
+            ADD=output.add,
             ROWS=tile // row,
             W=row // 2,
             **settings,
@@ -137,9 +119,11 @@ def _is_row(block: int) -> bool:
 
 
 def _launches(
-    x: Tensor, size: int, tile: int, segments: Sequence[int] = ()
+    x: Tensor, rotation: Rotation, block: int = 0
 ) -> Iterator[tuple[tuple[int], int, Tensor | None, dict[str, Any]]]:
     """Grid, first tile, table of tiles and settings: for full tiles, then for the others."""
+    _, size, segments = rotation
+    tile = max(size, block, TILE)
     settings = {"T": tile, "K": size.bit_length() - 1}
     if segments:
         for full, table in zip(

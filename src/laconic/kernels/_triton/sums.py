@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from laconic.kernels._layout import groups
-from laconic.kernels._triton.tile import OPTIONS
+from laconic.kernels._protocol import Lattice
+from laconic.kernels._triton.group import OPTIONS
 
 _GROUPS = 8  # a program's
 
@@ -17,14 +18,14 @@ def add_codes(
     own: Tensor,
     sums: Tensor | None,
     out: Tensor,
+    lattice: Lattice,
     *,
     numel: int,
-    levels: int,
-    bits: int,
     width: int,
     wider: int,
 ) -> None:
-    """See the reference."""
+    """See `Kernels`."""
+    _, levels, bits = lattice
     count = groups(numel)
     _add[(triton.cdiv(count, _GROUPS),)](
         own.view(torch.int8) if bits == 8 else own,
@@ -42,7 +43,7 @@ def add_codes(
 
 
 def read_sums(sums: Tensor, out: Tensor, *, width: int, offset: int) -> None:
-    """See the reference."""
+    """See `Kernels`."""
     count = groups(out.numel())
     _read[(triton.cdiv(count, _GROUPS),)](
         sums, out, out.numel(), count, offset, WIDTH=width, GROUPS=_GROUPS, **OPTIONS

@@ -1,0 +1,150 @@
+"""What all handles share: settings by parameter, statistics, and checks of loaded states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.codecs import Codec
+from laconic.comm._statistics import CompressionStats
+from laconic.errors import ConfigError
+from laconic.exchanges import Exchange, pair
+from laconic.exchanges._policy import Choice
+
+
+class CodecPairs(dict[str, tuple[Codec, Exchange]]):
+    """Codec and exchange by spec string; "" is that of parameters without a codec of their own."""
+
+    def __init__(self, spec: str | Codec, exchange: str | Exchange | None) -> None:
+        super().__init__({"": pair(spec, exchange)})
+        self.exchange_named = exchange is not None or _names_exchange(spec)
+
+    def spec(self, choice: Choice) -> str | None:
+        """The spec for a policy's answer; None for values that travel as they are."""
+        if isinstance(choice, bool) or choice == "none":
+            return "" if choice is True else None
+        spec = str(choice)
+        if spec not in self:
+            self[spec] = pair(choice)
+            self.exchange_named |= _names_exchange(choice)
+        return spec
+
+
+def described(path: str, tensor: Tensor, spec: str | None) -> str:
+    """A parameter and what happens to it, as ranks compare it."""
+    shape = tuple(tensor.shape)
+    return f"{path} {shape} {tensor.dtype} {'plain' if spec is None else spec or 'encoded'}"
+
+
+def check_warmup(warmup_steps: int) -> None:
+    """ConfigError unless it is a number of steps."""
+    if not isinstance(warmup_steps, int) or warmup_steps < 0:
+        raise ConfigError(f"warmup_steps must be an integer from 0, not {warmup_steps!r}")
+
+
+def _names_exchange(spec: str | Codec) -> bool:
+    return isinstance(spec, str) and "@" in spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats(CompressionStats):
+    """What one rank has done so far."""
+
+    steps: int
+    sent_bytes: int
+    plain_bytes: int  # what would have been sent without us, in a ring
+    exchange_seconds: float  # in the communication thread: codec, copies and wire
+    wire_seconds: float  # of these, in collectives, waiting for other ranks included
+    local_bytes: int = 0  # inside nodes, where the exchange knows them; not in sent_bytes
+    # of codecs with a budget: expected relative squared error of the mean gradient, of parameters
+    error_budget: float | None = None  # what was asked for
+    error_mean: float | None = None  # over parameters and steps
+    error_largest: float | None = None  # of any parameter at any step
+    # where that is in an optimizer's units (optimizer=): the same of the gradient itself, estimated
+    gradient_error_mean: float | None = None
+    gradient_error_largest: float | None = None
+    exact_means: int | None = None  # how often only a parameter's exact mean could keep the budget
+    kappa: float | None = None  # ‖mean‖²/average ‖gradient‖², where a codec has a budget
+    # of the nested exchange, where it is used
+    nesting_ratio: float | None = None  # ρ in use, mean over owners of chunks; dqsg counts as 2M+1
+    decode_failures: float | None = None  # share of values that this rank decoded wrongly
+    correlation: float | None = None  # of what this rank decodes with what it knew, at last look
+
+
+class Handle(Protocol):
+    """What `lc.compress` returns, whatever the model."""
+
+    def stats(self) -> Stats:
+        """Bytes and times so far."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved, on every rank, to resume exactly."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state_dict."""
+        ...
+
+    def close(self) -> None:
+        """Give threads, connections and process groups back."""
+        ...
+
+
+def own_rank() -> int:
+    """This process's number, for states that are each rank's own."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def remembers(state: Mapping[str, Any]) -> bool:
+    """Whether a handle's state holds what only its own rank remembers."""
+    # "memory" in states of earlier versions; the two parts are FSDP's
+    names = "residuals", "exchange memory", "memory"
+    parts = state, state.get("shards", {}), state.get("replicas", {})
+    return any(part.get(name) for part in parts for name in names)
+
+
+def check_own(state: Mapping[str, Any]) -> None:
+    """ConfigError if the state remembers something, and another rank does."""
+    owner = state.get("rank", own_rank())
+    if owner != own_rank() and remembers(state):
+        raise ConfigError(
+            f"this is the state of rank {owner}, loaded by rank {own_rank()}, and what a rank "
+            "remembers is its own: save one file per rank, or lc.AllRanks(handle).state_dict()"
+        )
+
+
+def check_ranks(state: Mapping[str, Any], ranks: int | None) -> None:
+    """ConfigError if the state remembers something, and was saved by another number of ranks."""
+    before = state.get("ranks")
+    if None not in (before, ranks) and before != ranks and remembers(state):
+        raise ConfigError(
+            f"this state was saved by {before} ranks, and these are {ranks}: what each rank "
+            "remembers cannot be dealt out again. Resume on as many, or leave this state out: "
+            "weights and optimizer are complete without it"
+        )
+
+
+class HasStats(Protocol):
+    """A handle of `lc.compress`, or a schedule such as `lc.SSD`."""
+
+    def stats(self) -> CompressionStats:
+        """What was done so far."""
+        ...
+
+
+def log_stats(handle: HasStats, add_scalar: Callable[..., Any], step: int | None = None) -> None:
+    """Hand `handle.stats()` to a function of name, value and step, one number after another.
+
+    `lc.log_stats(handle, writer.add_scalar, step)` with TensorBoard's SummaryWriter. Loggers that
+    take all at once are given `handle.stats().scalars()`: wandb.log, Lightning's log_dict,
+    Accelerator.log. Without `step` the count of the statistics is used.
+    """
+    scalars = handle.stats().scalars(prefix="")
+    at = int(scalars.get("steps", 0)) if step is None else step
+    for name, value in scalars.items():
+        add_scalar(f"laconic/{name}", value, at)

@@ -1,0 +1,212 @@
+"""SSD's master weights: gradients go in, weights come out, in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from laconic.codecs import Codec, Uncompressed
+from laconic.comm._context import ExchangeContext, ExchangeMemory, ExchangeSession, Traffic, encode
+from laconic.comm._threads import CommLane, CommStream, InFlight
+from laconic.comm._transport import no_values
+from laconic.exchanges._error_report import error_stats
+from laconic.exchanges._scatter_reduce import gather, scatter_in_budget
+from laconic.sharding._flat_parameters import FlatParameters
+from laconic.sharding._shard import Settings, Shard, apply_delta, projection
+
+NO_CODEC = Uncompressed()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One step's gradient, and where the weights after it should go, if anywhere."""
+
+    step: int
+    g: Tensor
+    found_inf: Tensor  # 1 if all ranks must throw their gradients away, else 0
+    settings: Settings
+    codec: Codec
+    pull_codec: Codec | None  # None: no pull
+    before: Tensor  # what all ranks pulled last
+    out: Tensor
+
+
+class Master(Protocol):
+    """Where the master weights live. Rounds run in a thread, one after another."""
+
+    in_flight: InFlight
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent."""
+        ...
+
+    @property
+    def skipped(self) -> tuple[int, int]:
+        """Steps that all ranks threw away, and those that one chunk did."""
+        ...
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """Statistics of the error that pushes have made, where somebody keeps account of it."""
+        ...
+
+    def start(self, one: Round) -> None:
+        """Push, step of the owners, and pull."""
+        ...
+
+    def gather(self, step: int, out: Tensor) -> None:
+        """out = all master weights, exactly."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank's part."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state_dict."""
+        ...
+
+
+class ShardedMaster:
+    """Every rank owns a chunk of the master weights, and the optimizer's state of it."""
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        optimizer: Optimizer,
+        weights: Tensor,
+        lane: CommLane,
+        seed: int,
+        memory: ExchangeMemory,
+    ) -> None:
+        self.flat, self._lane = flat, lane
+        rank = lane.group.rank()
+        self.shard = Shard(optimizer, flat.chunks(weights)[rank], flat.parts(rank))
+        self.in_flight = InFlight(CommStream(lane, flat.device))
+        self._session = ExchangeSession(seed=seed, memory=memory, traffic=lane.traffic)
+
+    def start(self, one: Round) -> None:
+        self._lane.plain_bytes += self.flat.ring_bytes(self._lane.group.size())
+        self.in_flight.start(one.step, partial(self._run, one))
+
+    def gather(self, step: int, out: Tensor) -> None:
+        context = self._context(step)
+        self.in_flight.now(partial(pull, self.flat, self.shard.weights, NO_CODEC, context, out))
+
+    @property
+    def skipped(self) -> tuple[int, int]:
+        return self.shard.skipped_steps, self.shard.skipped_shards
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._lane.traffic
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return error_stats(self._session.memory)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.shard.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.shard.load_state_dict(state)
+
+    def _run(self, one: Round) -> None:
+        context, weights = self._context(one.step), self.shard.weights
+        found_inf = push(self.flat, one.g, one.found_inf, one.codec, context, self.shard.mean)
+        self.shard.step(one.settings, found_inf)
+        if one.pull_codec is None:
+            return
+        if one.pull_codec.lossless:
+            pull(self.flat, weights, one.pull_codec, context, one.out)
+        else:
+            pull_delta(self.flat, weights, one.pull_codec, context, one.before, one.out)
+
+    def _context(self, step: int) -> ExchangeContext:
+        return self._session.context(self._lane.group, step=step, places=self.flat.places)
+
+
+def push(
+    flat: FlatParameters,
+    g: Tensor,
+    found_inf: Tensor,
+    codec: Codec,
+    context: ExchangeContext,
+    out: Tensor,
+) -> Tensor:
+    """out = the mean of this rank's chunk over ranks; returns the mean of `found_inf`.
+
+    `found_inf`, one number that every rank gives, travels after the wires: all owners, those of
+    nothing too, know in the same round trip whether any rank's gradient is to be skipped.
+    """
+    anywhere = torch.empty_like(found_inf)
+    scatter_in_budget(
+        flat.chunks(g),
+        codec,
+        context,
+        out,
+        places=_places(flat, context),
+        uncompressed=[found_inf] * context.size,
+        rest_out=anywhere,
+    )
+    return anywhere
+
+
+def pull(
+    flat: FlatParameters, mine: Tensor, codec: Codec, context: ExchangeContext, out: Tensor
+) -> None:
+    """out = every owner's weights, bit for bit if the codec is `none`."""
+    plain = [no_values(mine)] * context.size
+    gather(
+        mine, codec, context, flat.chunks(out), places=_places(flat, context), uncompressed=plain
+    )
+
+
+def pull_delta(
+    flat: FlatParameters,
+    mine: Tensor,
+    codec: Codec,
+    context: ExchangeContext,
+    before: Tensor,
+    out: Tensor,
+) -> None:
+    """out = before + λ·Q(weights - before): a lossy pull whose errors do not accumulate.
+
+    All ranks hold the same `before`, the result of the last pull, so its owner knows exactly what
+    the others have: c = M - P is what is new since then and all that earlier pulls lost. That is
+    error feedback without a memory. With λ = ⟨Q, c⟩/⟨Q, Q⟩, the projection of c on Q,
+
+        P' = P + λ·Q(c)        ‖M - P'‖² = (1 - cos²φ)·‖M - P‖²,  φ the angle between Q(c) and c
+
+    so that any codec brings P nearer to M; for an unbiased one of relative variance w the factor
+    is about w/(1+w). With D the distance that M moves in a period and ρ² a bound of the factor,
+    ‖M - P‖ stays below ρ·D/(1-ρ) at all times. With λ = 1 and w above 1 it would grow w-fold each
+    time. λ travels, one number from each owner; all ranks compute the same sums, hence the same
+    bits.
+    """
+    rank, places = context.rank, _places(flat, context)
+    was, chunks = flat.chunks(before), flat.chunks(out)
+    delta = context.scratch.take("delta", mine.numel(), mine.device, torch.float32)
+    torch.sub(mine, was[rank], out=delta)
+    factors = list(torch.ones(context.size, device=mine.device).split(1))
+    wire = None
+    if mine.numel():
+        found = chunks[rank]
+        wire = encode(codec, delta, context.key(rank, rank, 1), places[rank], context)
+        codec.decode(wire, out=found)
+        factors[rank].copy_(projection(found, delta))
+    gather(delta, codec, context, chunks, places=places, uncompressed=factors, wire=wire)
+    for chunk, factor, old in zip(chunks, factors, was, strict=True):
+        apply_delta(chunk, factor, old, out=chunk)
+
+
+def _places(flat: FlatParameters, context: ExchangeContext) -> list:
+    edges = flat.edges
+    return [context.inside(edges[j], edges[j + 1]) for j in range(context.size)]
