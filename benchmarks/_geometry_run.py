@@ -24,10 +24,10 @@ from benchmarks._ranks import Rank, Switch, on_all
 from benchmarks._simulated import mean_of
 from benchmarks._spectral import Spectral
 from benchmarks._tasks import Attention, library_text
-from laconic.codecs import Codec, Feedback
-from laconic.exchanges import Call, ScatterReduce, Traffic
+from laconic.comm._context import ExchangeContext, Traffic
+from laconic.comm._sums import plain_mean
+from laconic.exchanges import ScatterReduce
 from laconic.exchanges._preconditioner import Preconditioner, SecondMoment, second_moment
-from laconic.exchanges._transport import plain_mean
 
 OPTIMIZERS = ("adamw", "sgd", "rmsprop", "adafactor", "muon")
 CONTEXT, HEADS, CLIP, DECAY = 64, 4, 1.0, 0.1
@@ -204,33 +204,37 @@ class Encoded:
         units: Preconditioner | Spectral | None,
     ) -> None:
         self._units, self._parameters = units, dict(enumerate(parameters))
-        self._codecs = [lc.codec(spec) for _ in range(case.workers)]  # each its own memory
+        self._codec = lc.codec(spec)
         self._exchange, self._switch = ScatterReduce(), Switch(case.workers)
         self._ranks = [Rank(self._switch, rank) for rank in range(case.workers)]
         self._calls = [
-            Call(group=rank, seed=case.seed, places=_places(parameters), verify="none")
+            ExchangeContext(group=rank, seed=case.seed, places=_places(parameters), verify="none")
             for rank in self._ranks
         ]
         if isinstance(units, Preconditioner):
-            _introduce(units, self._codecs)
+            units.allow(self._codec.budget or 0.0)
+            for context in self._calls:
+                units.listen(context.memory.residuals.change_units)
 
     @property
     def traffic(self) -> list[Traffic]:
-        return [call.traffic for call in self._calls]
+        return [context.traffic for context in self._calls]
 
     def mean(self, xs: Sequence[Tensor], t: int) -> Tensor:
         """Overwrites them; returns their mean."""
-        units, calls = self._units, [replace(call, step=t) for call in self._calls]
+        units, calls = self._units, [replace(context, step=t) for context in self._calls]
         if units is not None and units.due(t):
             units.refresh(t, self._parameters)
         if units is not None and units.cold:
-            self._on_all(partial(plain_mean, x, call) for x, call in zip(xs, calls, strict=True))
+            self._on_all(
+                partial(plain_mean, x, context) for x, context in zip(xs, calls, strict=True)
+            )
             return xs[0]
         if units is not None:
             for x in xs:
                 self._change(x, units.into)
-        given = zip(xs, self._codecs, calls, strict=True)
-        self._on_all(partial(self._exchange.mean, x, codec, call) for x, codec, call in given)
+        given = zip(xs, calls, strict=True)
+        self._on_all(partial(self._exchange.mean, x, self._codec, context) for x, context in given)
         if units is not None:
             self._change(xs[0], units.back)
         return xs[0]
@@ -428,14 +432,6 @@ def frozen_step(adam: torch.optim.Optimizer) -> None:
 def root_of(moment: SecondMoment) -> Tensor:
     """√v̂ + ε: what the optimizer divides gradients by."""
     return (moment.v * moment.factor).sqrt() + moment.epsilon
-
-
-def _introduce(units: Preconditioner, codecs: Sequence[Codec]) -> None:
-    """What a preconditioner must know of codecs: budgets, and memories in its units."""
-    for codec in codecs:
-        units.allow(codec.budget or 0.0)
-        if isinstance(codec, Feedback):
-            units.listen(codec.change_units)
 
 
 def _is_encoded(p: Tensor) -> bool:

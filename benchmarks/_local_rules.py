@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import laconic as lc
-from laconic.schedules import LocalRule, Moment
+from laconic.schedules import LocalRule, LocalStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Held(LocalRule):
     def remembers(self) -> tuple[str, ...]:
         return ("velocity",)
 
-    def step(self, at: Moment, out: Tensor) -> None:
+    def step(self, at: LocalStep, out: Tensor) -> None:
         v = at.velocity
         assert v is not None
         if at.fresh:
@@ -50,7 +50,7 @@ class Lagged(LocalRule):
     def remembers(self) -> tuple[str, ...]:
         return ("velocity",)
 
-    def step(self, at: Moment, out: Tensor) -> None:
+    def step(self, at: LocalStep, out: Tensor) -> None:
         v = at.velocity
         assert v is not None
         if at.fresh:
@@ -69,7 +69,7 @@ class LaggedAdam(LocalRule):
     def remembers(self) -> tuple[str, ...]:
         return ("velocity", "square")
 
-    def step(self, at: Moment, out: Tensor) -> None:
+    def step(self, at: LocalStep, out: Tensor) -> None:
         assert at.velocity is not None
         if at.fresh:
             torch.sub(at.pulled, at.w, out=at.velocity).mul_(1 / at.period)

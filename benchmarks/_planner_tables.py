@@ -75,7 +75,7 @@ def _config(text: str) -> str:
 
 def auto() -> str:
     """A line for each strategy and rate."""
-    lines = ["| link | strategy | ms a step (quartiles) | |", "|---|---|---|---|"]
+    lines = ["| link | strategy | ms per step (quartiles) | |", "|---|---|---|---|"]
     for row in rows("auto"):
         link = row["rate"] if row["rate"] == LOOPBACK else f"{row['rate']} Mbit/s"
         told = ""
@@ -105,7 +105,7 @@ def _chosen(choices: list[str]) -> str:
 def lab_rate() -> str:
     """Shares of links' rates."""
     lines = [
-        "| Mbit/s | ms a step | of them computation | share of the rate | of the whole step |",
+        "| Mbit/s | ms per step | of them computation | share of the rate | of the whole step |",
         "|---|---|---|---|---|",
     ]
     for row in rows("lab_rate"):

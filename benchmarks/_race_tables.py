@@ -1,4 +1,4 @@
-"""The README's table and picture, from races that were kept.
+"""The README's table and picture, from recorded races.
 
 laconic race --no-report --save benchmarks/results/race-100mbit.json
 laconic race --no-report --rate 1gbit --save benchmarks/results/race-1gbit.json
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from benchmarks._line_plot import Axis, Series, line_plot
 from benchmarks._rows import RESULTS
-from laconic.race import Race, seconds_to_target
+from laconic.race import Race, seconds_to_target, verdict
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
 _SLOW = "100mbit"
@@ -29,7 +29,7 @@ def race_table() -> str:
     heads = [
         "strategy",
         "accuracy",
-        "bytes a step",
+        "bytes per step",
         *(f"s to {goal} at {w}" for w in RATES.values()),
     ]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -52,13 +52,13 @@ def _reached(race: Race, name: str) -> str:
         return "not reached" if mine is None else f"{mine:.1f}"
     if name == "fp32":
         return f"{mine:.1f}"
-    ratio, word = (base / mine, "sooner") if mine <= base else (mine / base, "later")
+    ratio, word = (base / mine, "faster") if mine <= base else (mine / base, "slower")
     return f"{mine:.1f}, {ratio:.1f}× {word}" if ratio >= _DIFFERENT else f"{mine:.1f}, the same"
 
 
 def race_verdicts() -> str:
-    """What both races ended with."""
-    return "\n".join(f"> {RATES[rate]}: {kept(rate).verdict}" for rate in RATES)
+    """The verdicts of both races."""
+    return "\n".join(f"> {RATES[rate]}: {verdict(kept(rate))}" for rate in RATES)
 
 
 def race_picture() -> str:
@@ -76,7 +76,7 @@ def race_picture() -> str:
     ]
     ticks = [(s, f"{s:g}") for s in (0.2, 0.5, 1, 2, 5, 10, 20, 50) if s <= 1.2 * longest]
     return line_plot(
-        title="The same steps, fewer words",
+        title="The same accuracy in less time",
         description=f"Test accuracy over seconds of training, logarithmic, of {len(race.lanes)} "
         f"strategies on {race.settings.workers} hosts with links of {RATES[_SLOW]}.",
         x=Axis(label="seconds of training", low=0.15, high=1.2 * longest, ticks=ticks, log=True),

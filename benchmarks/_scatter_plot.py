@@ -35,7 +35,7 @@ def svg(points: Sequence[Point], title: str) -> str:
         f"{max(values):.0f} ms, both logarithmic; most lie within a quarter of the diagonal.",
     )
     canvas.y += LINE
-    canvas.label(12, canvas.y, "predicted, ms a step")
+    canvas.label(12, canvas.y, "predicted, ms per step")
     top, span = canvas.y + 14, WIDTH - _LEFT - _RIGHT
     bottom = top + span
 
@@ -54,7 +54,7 @@ def svg(points: Sequence[Point], title: str) -> str:
         canvas.label(x(tick), bottom + 19, str(tick), "middle")
         canvas.label(_LEFT - 7, y(tick) + 5, str(tick), "end")
     canvas.path(f"M{x(low):.1f} {y(low):.1f}L{x(high):.1f} {y(high):.1f}", "ink")
-    canvas.label(_LEFT + span / 2, bottom + 42, "measured, ms a step", "middle")
+    canvas.label(_LEFT + span / 2, bottom + 42, "measured, ms per step", "middle")
     for one in points:
         tip = f"{one.label}: predicted {one.predicted:.0f}, measured {one.measured:.0f} ms"
         canvas.marker(x(one.measured), y(one.predicted), series.index(one.series), tip)

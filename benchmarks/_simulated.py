@@ -3,7 +3,7 @@
 A slot has the models of all workers of one run and, on a GPU, a graph of their forward and backward
 passes. Slots have a stream each, so that many runs overlap on one GPU. What is simulated is how
 gradients and weights travel: a mean is computed, and a pull is a copy that is taken over one step
-later. `tests/test_simulated.py` compares it with the product on real processes.
+later. `tests/benchmarks/test_simulated.py` compares it with the product on real processes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,13 @@ from torch import Tensor, nn
 import laconic as lc
 from benchmarks._ranks import Rank, Switch, on_all
 from laconic.codecs import Codec
-from laconic.exchanges import Call
+from laconic.comm._context import ExchangeContext
 from laconic.schedules import LocalRule, Outer
-from laconic.schedules._masters import PLAIN
-from laconic.schedules._push_pull import push
-from laconic.schedules._replica import Replica
-from laconic.server._flat import Flat
-from laconic.server._parameters import Trained
-from laconic.server._shard import Shard, settings_of
-
-_copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+from laconic.schedules._master import NO_CODEC, push
+from laconic.schedules._rules import Replica
+from laconic.sharding._flat_parameters import FlatParameters, copy_all
+from laconic.sharding._shard import Shard, settings_of
+from laconic.sharding._trained import Trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +79,7 @@ class Task(Protocol):
     def score(self, weights: Tensor) -> float: ...
 
 
-class Packed(Flat):
+class Packed(FlatParameters):
     """The same vector, but the parameters lie in it: reading and writing are one copy.
 
     Kernels in channels-last order keep it: their values have other places in the vector, which
@@ -92,27 +88,27 @@ class Packed(Flat):
 
     def __init__(self, model: nn.Module, ranks: int) -> None:
         groups = [{"params": list(model.parameters())}]
-        super().__init__(Trained(groups, model, "a simulation"), ranks)
+        super().__init__(Trained(groups, model, "a simulation").groups, ranks)
         self.weights, self.gradients = self.empty(), self.empty()
         super().read(self.weights)
-        for p, view in zip(self.parameters, self._views(self.weights), strict=True):
+        for p, view in zip(self.parameters, self.views(self.weights), strict=True):
             p.data = view
-        self.gradient_views = self._views(self.gradients)
+        self.gradient_views = self.views(self.gradients)
 
-    def read(self, x: Tensor) -> None:
-        x.copy_(self.weights)
+    def read(self, x: Tensor) -> Tensor:
+        return x.copy_(self.weights)
 
     def write(self, x: Tensor) -> None:
         self.weights.copy_(x)
 
-    def _views(self, x: Tensor) -> list[Tensor]:
+    def views(self, x: Tensor) -> list[Tensor]:
         views = []
-        for p, (first, last) in zip(self.parameters, pairwise(self.starts), strict=True):
+        for p, part in zip(self.parameters, self.slices, strict=True):
             if p.is_contiguous():
-                views.append(x[first:last].view(p.shape))
+                views.append(x[part].view(p.shape))
             else:
                 a, b, c, d = p.shape
-                views.append(x[first:last].view(a, c, d, b).permute(0, 3, 1, 2))
+                views.append(x[part].view(a, c, d, b).permute(0, 3, 1, 2))
         return views
 
 
@@ -157,7 +153,7 @@ class Slot:
         now = self.plan.index_select(0, self.at).squeeze(0)
         every = zip(self.task.losses(self.models, now), self.flats, strict=True)
         for number, (loss, flat) in enumerate(every):
-            _copy_all(flat.gradient_views, torch.autograd.grad(loss, flat.parameters))
+            copy_all(flat.gradient_views, torch.autograd.grad(loss, flat.parameters))
             if number == 0:
                 self.losses.index_copy_(0, self.at, loss.detach().float().view(1))
         self.at.add_(1)
@@ -212,7 +208,7 @@ class Delayed:
         workers = slot.task.workers
         self._switch = Switch(workers)
         self._calls = [
-            Call(group=Rank(self._switch, rank), seed=seed, places=flat.places)
+            ExchangeContext(group=Rank(self._switch, rank), seed=seed, places=flat.places)
             for rank in range(workers)
         ]
 
@@ -220,7 +216,7 @@ class Delayed:
         gradients = clipped(self._slot.gradients(), self._setting.clip)
         self._settings[0]["lr"] = rate
         if t < self._warmup:
-            self._owners(gradients, t, PLAIN)
+            self._owners(gradients, t, NO_CODEC)
             for one in self._replicas:
                 one.next.copy_(self._shard.weights)
                 one.take_as_they_are()
@@ -251,9 +247,9 @@ class Delayed:
         """The product's own push, on ranks that are threads."""
         flat = self._slot.flats[0]
         work = []
-        for j, (g, call) in enumerate(zip(gradients, self._calls, strict=True)):
+        for j, (g, context) in enumerate(zip(gradients, self._calls, strict=True)):
             out = flat.chunks(self._shard.mean)[j]
-            now = replace(call, step=t)
+            now = replace(context, step=t)
             work.append(partial(push, flat, g, self._fine.clone(), codec, now, out))
         on_all([self._switch], work)
 

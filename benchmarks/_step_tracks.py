@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from benchmarks._time_plot import Span, Track
+from laconic._cost import Move, Pause, Work
 from laconic.planner import Probe, Strategy
-from laconic.planner._step_time import _every_step, _local, _ssd
-from laconic.planner._timeline import Move, Pause, Timeline, Work
+from laconic.planner._predict import Timeline
 
-_PROGRAMS = {"every-step": _every_step, "ssd": _ssd, "local": _local}
 _TIMES = 12  # a program that ends is seen again: steps of a synchronous strategy are alike
 
 
@@ -39,15 +38,9 @@ def track(name: str, strategy: Strategy, probe: Probe) -> Track:
     """As `step_seconds` simulates it, from its first mark on."""
     cluster, workload = probe.cluster, probe.workload
     assert workload is not None
-    device = cluster.device
-    timeline = _Seen(
-        lanes=cluster.lanes if strategy.schedule == "every-step" else 1,
-        room=device.room,
-        drain=device.drain,
-        pace=device.pace,
-        start_pace=device.start_pace,
-    )
-    marks = timeline.run(_PROGRAMS[strategy.schedule](strategy, cluster, workload))
+    timing = strategy.timing
+    timeline = _Seen(lanes=timing.lanes(cluster), device=cluster.device)
+    marks = timeline.run(timing.program(strategy.on(cluster, workload)))
     start, long = marks[0], marks[-1] - marks[0]
     repeats = 1 if strategy.schedule == "ssd" else _TIMES
     rows: list[list[Span]] = [[] for _ in range(1 + timeline.lanes)]

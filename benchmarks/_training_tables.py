@@ -10,9 +10,9 @@ Found = dict[str, dict[int, list[float]]]  # by setting and seed
 
 
 def time_to_accuracy(rows: Rows) -> str:
-    """Seconds, steps and milliseconds a step, by strategy and rate."""
+    """Seconds, steps and milliseconds per step, by strategy and rate."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
-    heads = " | ".join(f"{rate} Mbit/s | steps | ms a step" for rate in rates)
+    heads = " | ".join(f"{rate} Mbit/s | steps | ms per step" for rate in rates)
     lines = [f"| | {heads} |", "|---" * (3 * len(rates) + 1) + "|"]
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         cells = []
@@ -126,7 +126,8 @@ def nested(rows: Rows) -> str:
         for block in (None, 512):
             cells = [_form(rows, model, form, block) for model in ("lenet", "fc")]
             if all(cells):
-                scales = {None: "one a matrix", 512: "one for 512"}[block] if form != "fp32" else ""
+                names = {None: "one per matrix", 512: "one per 512"}
+                scales = names[block] if form != "fp32" else ""
                 lines.append(f"| {text} | {scales} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

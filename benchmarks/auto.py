@@ -90,7 +90,7 @@ def beside_fixed(run: Any, net: Any, rate: str, console: Console) -> list[dict[s
     mine |= {"of_best": again["ms"] / mine["ms"], "best": best} | report
     rows += [again, mine]
     for row in rows:
-        console.print(f"{rate} Mbit/s  {row['strategy']:26} {row['ms']:8.1f} ms a step")
+        console.print(f"{rate} Mbit/s  {row['strategy']:26} {row['ms']:8.1f} ms per step")
     console.print(f"{report['line']}; from step {report['step']}")
     console.print(f"{mine['of_best']:.3f} of the speed of {best}")
     return [

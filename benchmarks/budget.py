@@ -23,8 +23,9 @@ import laconic as lc
 from benchmarks._gradients import KINDS, gradients
 from benchmarks._ranks import Rank, Switch, on_all
 from benchmarks._rows import save
-from laconic.exchanges import Call, Traffic, pair
-from laconic.exchanges._ledger import budget_report
+from laconic.comm._context import ExchangeContext, Traffic
+from laconic.exchanges import pair
+from laconic.exchanges._error_report import budget_report
 
 RANKS = (2, 3, 5, 8)
 SPECS = ("ecdq:error=0.08", "ecdq:error=0.08,coder=rans", "ecdq:error=0.08@allgather")
@@ -48,7 +49,7 @@ def row(kind: str, ranks: int, spec: str, steps: int) -> dict[str, Any]:
     codec, way = pair(spec)
     switch = Switch(ranks)
     members = [Rank(switch, rank) for rank in range(ranks)]
-    memories: list[dict[Any, Any]] = [{} for _ in members]
+    memories = [lc.ExchangeMemory() for _ in members]
     traffic = [Traffic() for _ in members]
     errors, values = [], 0
     for step in range(steps):
@@ -59,8 +60,10 @@ def row(kind: str, ranks: int, spec: str, steps: int) -> dict[str, Any]:
         place = lc.Place(parameter=0, start=0, numel=exact.numel(), total=exact.numel())
         work = []
         for member, memory, own, x in zip(members, memories, traffic, xs, strict=True):
-            call = Call(group=member, step=step, places=(place,), memory=memory, traffic=own)
-            work.append(partial(way.mean, x, codec, call))
+            context = ExchangeContext(
+                group=member, step=step, places=(place,), memory=memory, traffic=own
+            )
+            work.append(partial(way.mean, x, codec, context))
         on_all([switch], work)
         errors.append(float((xs[0].double() - exact).square().sum() / exact.square().sum()))
     for member in members:

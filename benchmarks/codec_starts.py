@@ -20,12 +20,12 @@ import torch.distributed as dist
 import laconic as lc
 from benchmarks._rows import save
 from laconic.planner import CODECS
-from laconic.planner._clock import Clock
+from laconic.planner._probe_cluster import Clock
 from laconic.planner._probe_codecs import Sample, probe_codec
 
 
 def rows_of(spec: str, clock: Clock) -> list[dict[str, Any]]:
-    sample = Sample.gaussian(clock.device, 1, 1 << 22)
+    sample = Sample.gaussian(clock.device, 1)
     try:
         cost = probe_codec(spec, sample, clock, 4.0)
     except lc.ConfigError as error:

@@ -1,4 +1,4 @@
-"""Every codec on real gradients: bits a value, error, speed.
+"""Every codec on real gradients: bits per value, error, speed.
 
     python -m benchmarks.codecs [--gradients gradients.npz] [--save]
 
@@ -173,7 +173,7 @@ def main() -> None:
     if options.gradients:
         models |= load(options.gradients)
     rows = measure(models, options.runs)
-    table = Table(title="bits a value / error (all; per value) / GB/s encode, decode")
+    table = Table(title="bits per value / error (all; per value) / GB/s encode, decode")
     table.add_column("")
     for model in models:
         table.add_column(model, justify="right")

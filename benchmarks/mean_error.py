@@ -3,7 +3,7 @@
     python -m benchmarks.mean_error [--save] [--values 20]
 
 Every exchange runs as it is, on 2 to 64 ranks that are threads of one process (`_ranks.py`), on
-2^20 Gaussian values a rank: independent ones, half common to all ranks, or the same on all. The
+2^20 Gaussian values per rank: independent ones, half common to all ranks, or the same on all. The
 error is ‖result - mean‖²/‖mean‖². Bits are what a rank sends over (n-1)/n of the values, headers,
 lengths and norms included: out, to whoever adds, and back, the mean to all. Between nodes they are
 those of a node's ranks together, (K-1)/K of the values on K nodes. Rows with κ are of the last of
@@ -27,7 +27,8 @@ from torch import Tensor
 import laconic as lc
 from benchmarks._ranks import Rank, Switch, on_all
 from benchmarks._rows import save
-from laconic.exchanges import Call, Exchange, Hierarchical, pair
+from laconic.comm._context import ExchangeContext, ExchangeMemory
+from laconic.exchanges import Exchange, Hierarchical, pair
 from laconic.exchanges._hierarchical import _TEAMS, _Team
 
 RANKS = (2, 4, 8, 16, 32, 64)
@@ -111,14 +112,14 @@ def _run(
     steps: int = 1,
 ) -> Tensor | None:
     """The mean that all ranks end with; None if the codec has no room for so many."""
-    codec, memories = pair(spec)[0], [{} for _ in ranks]
+    codec, memories = pair(spec)[0], [ExchangeMemory() for _ in ranks]
     results = xs
     for step in range(steps):
         results, work = [x.clone() for x in xs], []
         for x, rank, memory in zip(results, ranks, memories, strict=True):
             rank.out_bytes = rank.back_bytes = 0.0
-            call = Call(group=rank, step=step, memory=memory)
-            work.append(partial(way.mean, x, codec, call))
+            context = ExchangeContext(group=rank, step=step, memory=memory)
+            work.append(partial(way.mean, x, codec, context))
         try:
             on_all(switches, work)
         except lc.ConfigError:
@@ -169,7 +170,7 @@ def measure(values: int, report: Callable[[str], None]) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, print, and save if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--values", type=int, default=20, help="log2 of values a rank")
+    parser.add_argument("--values", type=int, default=20, help="log2 of values per rank")
     parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor`", FutureWarning)

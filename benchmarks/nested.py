@@ -7,7 +7,7 @@ Fashion-MNIST, a LeNet-size network (1,663,370 parameters) and FC 784-300-100-10
 with momentum 0.9. 2 to 16 simulated workers of one receiver, total batch 200 as in the paper; then
 8 workers with batches of 16 to 1024 each. Matrices from 10,000 values on are encoded, M = 3, with
 one scale each or one for 512 values; the rest is exact, and so is the mean: errors are those of the
-way out. The receiver is `Nest` and `Control`, as in the exchange. Forms:
+way out. The receiver is `SideInformation` and `RatioController`, as in the exchange. Forms:
 
     fp32      the exact mean
     dqsg      all plain
@@ -18,8 +18,9 @@ way out. The receiver is `Nest` and `Control`, as in the exchange. Forms:
     fixed     as nested, at ratio 3 whatever happens: the paper's
 
 Bits are those of codes, scales, checks and headers, per encoded value, the mean over workers that
-send; every 16th step is a look, and plain. The failure share is of values that P2 sent; ρ is the
-mean over steps, dqsg being 7. In the paper's form looks are plain, too, and tell its failures.
+send; every 16th step is a calibration, and plain. The failure share is of values that P2 sent; ρ is
+the mean over steps, dqsg being 7. In the paper's form calibrations are plain, too, and tell its
+failures.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from torch import Tensor, nn
 import laconic as lc
 from benchmarks import _fashion, accuracy
 from benchmarks._rows import save
-from laconic.codecs._memory import Scratch
-from laconic.exchanges._nesting import (
+from laconic._scratch import Scratch
+from laconic.exchanges._side_information import (
     TOLERANCE,
-    Control,
-    Nest,
+    RatioController,
+    SideInformation,
     at_ratio,
     in_first_group,
     plain_codec,
@@ -94,48 +95,52 @@ class Channel:
     ratios: float = 0.0
     previous: Tensor | None = None
     codec: lc.NDQSG = field(init=False)
-    control: Control = field(init=False)
+    control: RatioController = field(init=False)
 
     def __post_init__(self) -> None:
         self.codec = lc.NDQSG(levels=LEVELS, block=self.case.block)
         form = self.case.form
-        self.control = Control(self.codec, {"fixed": 1e9, "loose": 1.0}.get(form, TOLERANCE))
+        self.control = RatioController(
+            self.codec, {"fixed": 1e9, "loose": 1.0}.get(form, TOLERANCE)
+        )
         if form == "fixed":
             self.control.ratio = 3
 
     def start(self, step: int) -> None:
-        self.look = step % EVERY == 0
-        looking = self.look and (self.case.form != "previous" or self.previous is not None)
-        self.nest = Nest(
+        self.calibrates = step % EVERY == 0
+        calibrating = self.calibrates and (
+            self.case.form != "previous" or self.previous is not None
+        )
+        self.side_information = SideInformation(
             self.codec,
             self.out,
             workers=self.case.workers,
             control=self.control,
             side=self.previous,
-            look=looking and self.case.form != "dqsg",
+            calibrates=calibrating and self.case.form != "dqsg",
             scratch=self.scratch,
         )
-        self.nest.start(None)
+        self.side_information.start(None)
         self.ratios += self.control.ratio
 
     def add(self, gradient: Tensor, step: int, worker: int) -> None:
         case = self.case
         if case.form == "own" and worker == 0:
-            self.nest.start(gradient)
+            self.side_information.start(gradient)
             return
         first = case.form == "dqsg"
         if case.form in ("nested", "loose", "fixed"):
             first = in_first_group(worker, case.workers)
-        plain = first or self.look
+        plain = first or self.calibrates
         sent = plain_codec(self.codec) if plain else at_ratio(self.codec, self.control.ratio)
         key = lc.Key(seed=case.seed, step=step, tensor=self.number, rank=worker)
         wire = sent.encode(gradient, key)
         self.bits += 8 * wire.header.nbytes
-        self.nest.add(wire, first=first)
+        self.side_information.add(wire, first=first)
 
     def finish(self) -> None:
-        self.nest.finish()
-        if self.look or not self.out.is_cuda:
+        self.side_information.finish()
+        if self.calibrates or not self.out.is_cuda:
             self.control.decide()
         if self.case.form == "previous":
             self.previous = self.out.clone()

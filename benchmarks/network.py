@@ -3,7 +3,7 @@
     python -m benchmarks.network [--rates 100,1000] [--steps N] [--schedules | --units] [--save]
 
 Four hosts in the lab, each link shaped in both directions; "loopback" is four processes without
-hosts. An MLP (784-1024-1024-10) learns Fashion-MNIST in batches of 64 a worker; every strategy
+hosts. An MLP (784-1024-1024-10) learns Fashion-MNIST in batches of 64 per worker; every strategy
 starts from the same weights, those after 200 plain steps. fp32 is measured first and last, and the
 others are compared with both together. Time is a step's mean over ranks. Bytes are those that a
 host sent through its link, counted by the kernel, and those that the hook says it sent.

@@ -1,4 +1,4 @@
-"""The documents' pictures, from kept rows and from the planner's formulas; no clock is read.
+"""The documents' pictures, from recorded results and from the planner's formulas; no clock is read.
 
 python -m benchmarks.pictures
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from benchmarks._race_tables import race_picture
 from benchmarks._rows import RESULTS
 from benchmarks._step_tracks import track
 from benchmarks._time_plot import time_plot
+from laconic._cost import EncodingError
 from laconic._files import write_whole
+from laconic.exchanges import ScatterReduce
 from laconic.planner import Paper, Probe, Strategy, machine, paper_workload, predict, step_seconds
-from laconic.planner._mean_error import mean_error
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
 _ERROR_TICKS = ((0.001, "1e-3"), (0.01, "0.01"), (0.1, "0.1"), (1.0, "1"))
@@ -38,7 +40,7 @@ def probed() -> Probe:
 
 
 def steps() -> str:
-    """Milliseconds a step, at two rates."""
+    """Milliseconds per step, at two rates."""
     names = {
         "fp32 (no hook)": "plain DDP, fp32",
         "fp16 (torch's hook)": "fp16 (torch's hook)",
@@ -56,7 +58,7 @@ def steps() -> str:
         groups.append((f"{rate} Mbit/s", [(told, found[name]) for name, told in names.items()]))
     return bar_plot(
         title="A step of training over slow links",
-        description="Mean milliseconds a step of a network of 1.86 million parameters on four "
+        description="Mean milliseconds per step of a network of 1.86 million parameters on four "
         "emulated hosts, for six strategies at 100 and 1000 Mbit/s.",
         groups=groups,
         unit="ms",
@@ -77,9 +79,9 @@ def error_bits(model: str, words: str, longest: float) -> str:
     ticks = [(bits, f"{bits:g}") for bits in (0, 1, 2, 3, 4) if bits <= longest]
     return line_plot(
         title=f"Error against bits: {words}",
-        description="NMSE of the decoded gradient over bits a value on the wire, headers and "
+        description="NMSE of the decoded gradient over bits per value on the wire, headers and "
         "tables counted; the error axis is logarithmic. Lower and further left is better.",
-        x=Axis(label="bits a value, all bytes of the wire", low=0, high=longest, ticks=ticks),
+        x=Axis(label="bits per value, all bytes of the wire", low=0, high=longest, ticks=ticks),
         y=Axis(
             label="NMSE",
             low=0.008,
@@ -117,12 +119,12 @@ def exchange_bytes() -> str:
             points.append((n, predict(strategy, cluster, model).sent_bytes / 1e6))
         series.append(Series(name=name, points=points))
     return line_plot(
-        title="What a worker sends in a step",
-        description="Megabytes that one worker sends in a step of a model of 10 million "
+        title="What a worker sends per step",
+        description="Megabytes that one worker sends per step of a model of 10 million "
         "parameters, over 2 to 64 workers, both axes logarithmic.",
         x=Axis(label="workers", low=1.8, high=72, ticks=[(n, str(n)) for n in counts], log=True),
         y=Axis(
-            label="MB a worker and step, 10 million parameters",
+            label="MB per worker and step, 10 million parameters",
             low=1.5,
             high=400,
             ticks=(
@@ -188,8 +190,9 @@ def error_likeness() -> str:
     series = []
     for n in (4, 16, 64):
         kappas = [n ** (-step / 24) for step in range(25)]
+        each = EncodingError(error=budget / 2, error_back=budget / 2, workers=n)
         points = [
-            (kappa, mean_error("scatter-reduce", budget / 2, budget / 2, n, kappa))
+            (kappa, ScatterReduce().mean_error(replace(each, kappa=kappa)))
             for kappa in sorted(kappas)
         ]
         dash = {4: "2 4", 16: "7 4", 64: ""}[n]
@@ -249,7 +252,7 @@ def rates() -> str:
     ]
     return line_plot(
         title="Which is fastest depends on the link",
-        description="Predicted milliseconds a step of five strategies over link rates from 12 to "
+        description="Predicted milliseconds per step of five strategies over link rates from 12 to "
         "3200 Mbit/s, both logarithmic, from a probe of four emulated hosts at 100 Mbit/s.",
         x=Axis(
             label="link rate",
@@ -259,7 +262,7 @@ def rates() -> str:
             ticks=((25, "25 Mbit/s"), (100, "100"), (400, "400"), (1600, "1.6 Gbit/s")),
         ),
         y=Axis(
-            label="ms a step, predicted",
+            label="ms per step, predicted",
             low=20,
             high=9000,
             log=True,
@@ -300,7 +303,7 @@ def timelines() -> str:
         tracks=tracks,
         end=1.2,
         ticks=(0, 0.3, 0.6, 0.9, 1.2),
-        note="Upper row: the training loop. Lower rows: threads that talk. Strokes: steps end.",
+        note="Upper row: the training loop. Lower rows: communication threads. Strokes: steps end.",
     )
 
 

@@ -4,8 +4,8 @@
 
 A configuration is hosts x Mbit/s : network. Hosts are in the lab, links shaped in both directions.
 The probe has links, codecs and the network's computation, and no strategy; every strategy is then
-predicted from it alone, and measured. Networks learn Fashion-MNIST in batches of 64 a worker: a CNN
-(0.82 million parameters) and MLPs of 1.9 (mlp) and 5.8 million (wide).
+predicted from it alone, and measured. Networks train on Fashion-MNIST, batches of 64 per worker: a
+CNN (0.82 million parameters) and MLPs of 1.9 (mlp) and 5.8 million (wide).
 """
 
 from __future__ import annotations

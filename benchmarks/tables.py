@@ -43,23 +43,23 @@ command that measured it. Times are medians; a ratio compares two medians of one
 counted:
 
 - digits: a small network (64-256-256-10, handwritten digits), after 200 steps; without
-  GRADIENTS= this is the only one, and anyone can repeat it.
+  GRADIENTS= this is the only one, so that anyone can reproduce it.
 - cnn: conv32-conv64-fc256 on Fashion-MNIST, SGD, 1,500 steps, batch 64: 77% of the largest matrix
   is exactly zero. resnet20: CIFAR-10, SGD, 250 steps, batch 128. transformer: 4 layers, width 160,
   characters, AdamW, 600 steps.
 
-Bits a value / NMSE of the whole gradient. The CNN's two convolutions are small, dense, and hold 40%
-of its squared norm; in brackets the NMSE per value, each value under its own matrix's norm.
-GB/s of fp32 input, encode / decode-accumulate, on the transformer's and the CNN's gradient repeated
-to 2^24 values.
+Bits per value / NMSE of the whole gradient. The CNN's two convolutions are small and dense, and
+hold 40% of its squared norm; in parentheses the NMSE per value, each value relative to its own
+matrix's norm. GB/s of fp32 input, encode / decode-accumulate, on the transformer's and the CNN's
+gradient repeated to 2^24 values.
 
 {_codecs()}
 
-Beside them, for a Gaussian source (no header, no table):
+For comparison, a Gaussian source (no header, no table):
 
 {_theory()}
 
-What it says:
+Observations:
 
 - At the error of 4-bit buckets, `ecdq` with `rans` needs about half the bits on dense gradients and
   less than a tenth on the sparse CNN.
@@ -77,79 +77,80 @@ What it says:
 `python -m benchmarks.network --rates 100,1000,100/256,1000/256,loopback --save`,
 {_machine("network")}. Four hosts in network namespaces of one machine with two cores, one worker
 each, links shaped in both directions; an MLP of 1.86 million parameters on Fashion-MNIST, batch 64.
-Milliseconds a step (quartiles), over those of fp32 in the same run; KB a rank and step as counted
-by the kernel at the link / by `stats()`; and the time outside the wire (codec, copies, Python: what
-the hook's threads take, less what they spend in collectives; two threads overlap).
+Milliseconds per step (quartiles), relative to fp32 in the same run; KB per rank and step as counted
+by the kernel at the link / by `stats()`; and the time outside communication (codec, copies, Python:
+the time of the hook's threads less their time in collectives; two threads overlap).
 
 {_network()}
 
-What it says:
+Observations:
 
-- Four workers share two cores, so time of the codec counts double here. At 100 Mbit/s the wire
-  still decides; at 1 Gbit/s `ecdq`'s coder eats what its bits save, and fixed widths win.
-- A link that was idle lets a burst through at once. The lab's own bursts are short (31 KB at
-  100 Mbit/s); bursts of 256 KB flatter whoever sends little, which is why both are here.
+- Four workers share two cores, so the codec's time counts double here. At 100 Mbit/s communication
+  still dominates; at 1 Gbit/s `ecdq`'s coder takes longer than its bits save, and fixed widths win.
+- An idle link passes a burst at full speed. The lab's own bursts are short (31 KB at 100 Mbit/s);
+  bursts of 256 KB favor strategies that send little, which is why both are listed.
 - At 100 Mbit/s the kernel counts every packet's headers and acknowledgements (6%); at 1 Gbit/s it
-  counts large packets before they are cut, and `stats()` is within 2%.
+  counts large packets before segmentation, and `stats()` is within 2%.
 - On the loopback interface there is nothing to save: fixed widths cost nothing there either,
   because fewer bytes are copied; `ecdq` costs time.
 
 ## Schedules over shaped links
 
 `python -m benchmarks.network --schedules --rates 100,1000 --save`, {_machine("schedules")}. As
-above; SSD-SGD with its default local rule, its codec on push and pull. Mean milliseconds a step (a
-pull comes every k-th), and KB at the link over those of fp32: (1 + 1/k)/2 without a codec, but for
-headers.
+above; SSD-SGD with its default local rule, its codec on push and pull. Mean milliseconds per step
+(every k-th step pulls), and bytes at the link relative to fp32: (1 + 1/k)/2 without a codec, apart
+from headers.
 
 {_schedules()}
 
-What it says: bytes are as promised. In fp32 SSD with k = 1 is slower than synchronous training
-here, though it sends no more: the same bytes take longer from each to all than in the ring of
-Gloo's all-reduce. With a codec it is the fastest of all at both rates. At 1 Gbit/s it does not hide
-everything: two cores compute for four workers and code for them.
+Observations: bytes are as predicted. In fp32, SSD with k = 1 is slower than synchronous training
+here although it sends no more: all-to-all takes longer for the same bytes than the ring of Gloo's
+all-reduce. With a codec it is the fastest at both rates. At 1 Gbit/s it does not hide all
+communication: two cores compute and encode for four workers.
 
 ## Time to accuracy over shaped links
 
 `python -m benchmarks.time_to_accuracy --rates 100,1000 --seconds 200 --save`,
 {_machine("time_to_accuracy")}. The same network from random weights, SGD with momentum 0.9, the
-rate falling from 0.1 to 0 over 700 steps, until 88% of Fashion-MNIST's test part are right, looked
-at every 20 steps. SSD without warm-up, with its default local rule. A strategy has 200 seconds.
+rate falling from 0.1 to 0 over 700 steps, until the accuracy on Fashion-MNIST's test set is 88%,
+evaluated every 20 steps. SSD without warm-up, with its default local rule. Each strategy has 200
+seconds.
 
 {training.time_to_accuracy(_load("time_to_accuracy")["rows"])}
 
-What it says: delayed steps are worth less, 660 of them against 540, and still SSD with ecdq is
-first at both rates; at 1 Gbit/s by little, for two cores code for four workers. One run of each,
-one seed.
+Observations: delayed training needs more steps, 660 instead of 540, and still SSD with ecdq is
+first at both rates; at 1 Gbit/s by little, because two cores encode for four workers. One run of
+each, one seed.
 
 ## Predicted against measured
 
 `python -m benchmarks.predicted --save`, {_machine("predicted")}. Hosts of the lab, one worker each,
 share one machine with two cores. In every configuration a probe measured links, device, codecs and
-the network's computation, and no strategy; what the planner made of it stands before what was then
-measured, in ms a step. Networks learn Fashion-MNIST in batches of 64 a worker: a CNN (0.82 million
-parameters) and MLPs of 1.9 (mlp) and 5.8 million (wide).
+the network's computation, but no strategy; the table lists the planner's prediction and then the
+measurement, in ms per step. Networks train on Fashion-MNIST in batches of 64 per worker: a CNN
+(0.82 million parameters) and MLPs of 1.9 (mlp) and 5.8 million (wide).
 
 ![Predicted against measured step times](predicted.svg)
 
 {planner.predicted()}
 
 {planner.predicted_summary()}
-The simulation's rules were found while looking at 2 x 50 and 4 x 100 with the MLP and at three
-configurations that are not here; the other eleven were seen for the first time in this run.
+The simulation was developed on 2 x 50 and 4 x 100 with the MLP and on three configurations that are
+not listed; the other eleven were first run here.
 
 ## auto
 
 `python -m benchmarks.auto --rates loopback,100 --rounds 8 --save`, {_machine("auto")}. The training
-of "Steps over shaped links", four workers. On the loopback interface plain DDP and auto take turns,
+of "Steps over shaped links", four workers. On the loopback interface plain DDP and auto alternate,
 a new model each; auto's steps count from its decision on. At 100 Mbit/s the best fixed strategy and
-auto take turns.
+auto alternate.
 
 {planner.auto()}
 
 ## The lab's links
 
-`python -m benchmarks.lab_rate --save`, {_machine("lab_rate")}. What plain DDP on four hosts sends
-in fp32, over what the link could carry in a step, less the time of its computation.
+`python -m benchmarks.lab_rate --save`, {_machine("lab_rate")}. Bytes that plain DDP on four hosts
+sends in fp32, relative to what the link could carry in a step without its computation.
 
 {planner.lab_rate()}
 
@@ -161,54 +162,55 @@ momentum momentum-share-0 glu-alpha-4-beta-1 momentum-0.8 glu-alpha-8-beta-1 mom
 and for one rule that this did not reach again with `--only momentum-0.8-share-0.5 --seconds 90`,
 {_machine("schedules_gpu")}. ResNet-20 on CIFAR-10 (a JPEG copy), 4 simulated workers with batches
 of 128, 12 epochs with one cycle of the rate, momentum 0.9 on the owners, one epoch of warm-up;
-rules and optimizers of the product, the transport simulated (`tests/test_simulated.py`: equal to
-real processes to the bit). Test accuracy in %: mean (least to most; number of seeds). Both commands
-have some settings: least and most are those of all runs, and a seed that ran twice counts once.
+rules and optimizers of the product, the transport simulated (bitwise equal to real processes:
+`tests/benchmarks/test_simulated.py`). Test accuracy in %: mean (minimum to maximum; number of
+seeds). Some settings appear in both commands: minimum and maximum are over all runs, and a seed
+that ran twice counts once.
 
 {training.rules(_load("schedules_gpu")["rows"])}
 
 AdamW on a transformer (4 layers, width 160, characters of Python's standard library), 1,500 steps,
-150 of them warm-up; bits a character of held-out text:
+150 of them warm-up; bits per character of held-out text:
 
 {training.adam(_load("schedules_gpu")["rows"])}
 
-What it says: a rank must move while it waits as the owners do, momentum and all. Rules that make
-plain SGD steps, GLU with them, fall behind by a factor of ten at momentum 0.9, and with k = 4 or
+Observations: while it waits, a rank must step as the owners do, including momentum. Rules that make
+plain SGD steps, GLU among them, are slower by a factor of ten at momentum 0.9, and with k = 4 or
 more do not recover under this recipe; lower rates help little. A lag of one step without a local
 step costs AdamW 0.6 to 0.9 bits.
 
-- MomentumRule: shares of 0, ½ and 1 are level at each k; 0.3 to 0.6 points below synchronous
+- MomentumRule: shares of 0, ½ and 1 are equal at each k; 0.3 to 0.6 points below synchronous
   training at k = 2, about 1.3 at k = 4 and 2.4 at k = 8. `momentum=0.8` on the ranks may be better
   at k = 4 and 8: there are few runs of it.
 - AdamRule: at a rate of 0.002 a gain of 2, √4 for 4 workers, costs 0.04 to 0.07 bits, one of 1 0.07
   to 0.33; at 0.004 2 costs 0.09 to 0.12. `share=0.5` was better than the default 1 in four pairs of
-  runs out of four, by 0.006 to 0.023. Rows of its form without bias correction are kept, and not
-  shown: they are level with these.
+  runs out of four, by 0.006 to 0.023. Results without bias correction are recorded but not shown:
+  they are equal to these.
 - A codec with an NMSE of 0.08 changes nothing at k = 4.
-- Local SGD of the same period learns no worse than SSD under SGD, and worse under AdamW. DiLoCo's
-  outer step, around SGD with momentum at this rate, is far too long.
+- Local SGD with the same period is as accurate as SSD under SGD, and less accurate under AdamW.
+  DiLoCo's outer step is far too large around SGD with momentum at this rate.
 
 Repeated runs of one seed of ResNet-20 differ by up to 0.8 points (the transformer's are mostly
-equal to the bit), rules were chosen on the same test set, and synchronous training was best at the
-highest rates tried, so its lead may be larger. The rows of the screening, one seed of each, are
-kept beside them.
+bitwise equal), rules were chosen on the same test set, and synchronous training was best at the
+highest rates tried, so its lead may be larger. The results of the screening, one seed of each, are
+recorded as well.
 
 ## NDQSG against DQSG
 
 `python -m benchmarks.nested --device cuda --steps 300 --save`, {_machine("nested")}. Fashion-MNIST,
-a network of LeNet's size and FC 784-300-100-10; 2, 4, 8 and 16 simulated workers with 200 pictures
-together, 300 steps, three seeds; means over workers and seeds, the difference to dqsg by pairs.
+a network of LeNet's size and FC 784-300-100-10; 2, 4, 8 and 16 simulated workers with 200 images
+in total, 300 steps, three seeds; means over workers and seeds, the difference to dqsg by pairs.
 Bits are those of codes, scales, checks and headers on the way to the receiver; every 16th step is
 plain.
 
 {training.nested(_load("nested")["rows"])}
 
-What it says: gradients of different workers are hardly alike here (correlations of decoded values
-lie between -0.03 and 0.2, also with 1,024 pictures a worker), so there is little for nesting to
-use. The paper's fixed ratio saves 15% of the bits and costs accuracy wherever scales are fine or
-the network is FC; the control sees that and sends dqsg. With one scale a matrix it nests the large
-matrix of LeNet some of the time. Where gradients are nearly equal (rank noise 1%) it goes down to
-ρ = 3 and stays exact (`tests/test_nested.py`).
+Observations: gradients of different workers have little in common here (correlations of decoded
+values lie between -0.03 and 0.2, also with 1,024 images per worker), so nesting gains little. The
+paper's fixed ratio saves 15% of the bits and costs accuracy wherever scales are fine or the network
+is FC; the ratio controller detects that and sends dqsg. With one scale per matrix it nests the
+large matrix of LeNet some of the time. Where gradients are nearly equal (rank noise 1%) it goes
+down to ρ = 3 and stays exact (`tests/exchanges/test_nested.py`).
 
 ## Accuracy
 
@@ -220,33 +222,33 @@ seeds for the start, the data and all draws.
 
 ## The hook on a GPU
 
-`python -m benchmarks.hook_gpu --save`, {_machine("hook_gpu")}. NCCL with one rank: nothing travels,
-but all of the hook's kernels, copies, streams and events run behind backward. 134 million
-parameters. Waits are the host's for the device in one step, the measurement's own left out.
+`python -m benchmarks.hook_gpu --save`, {_machine("hook_gpu")}. NCCL with one rank: nothing is sent,
+but all of the hook's kernels, copies, streams and events run, overlapped with backward. 134 million
+parameters. Waits are those of the host for the device in one step, without the measurement's own.
 
 {_hook_gpu()}
 
 ## The error of the mean, by the number of ranks
 
 `python -m benchmarks.mean_error --save`, {_machine("mean_error")}. NMSE of the mean that all ranks
-end with. Exchanges run as they are, on threads of one process that stand for 2 to 64 ranks, 2^20
-Gaussian values each: independent ones, and for 64 ranks also half common to all (in power), and the
-same on all. Bits a value, out / back, are what a rank sends over (n-1)/n of the values, headers,
-lengths and norms included. `hierarchical` has nodes of 8 ranks, and its bits are those that leave a
-node. With κ, every rank knows how much of its gradient all have in common.
+end with. The real exchanges run on threads of one process that emulate 2 to 64 ranks, 2^20 Gaussian
+values each: independent ones, and for 64 ranks also half common to all (in power), and the same on
+all. Bits per value, out / back, are bits sent per rank over (n-1)/n of the values, including
+headers, lengths and norms. `hierarchical` has nodes of 8 ranks, and its bits are those that leave a
+node. With κ, every rank knows how much the gradients have in common.
 
 {_mean_error()}
 
-What it says:
+Observations:
 
-- An int8 sum loses its levels to the number of ranks. A ring that widens its sums does not, but
-  pays for it in bits; rounding at every addition adds up.
-- What scatter-reduce loses hardly depends on the number of ranks. For 64 independent ones `ecdq` at
-  `error=0.02` (half of it for each encoding) has {_at_64("ecdq:error=0.02@scatter-reduce")} bits
+- The levels of an int8 sum shrink with the number of ranks. A ring that widens its sums keeps them,
+  at the cost of more bits; the errors of rounding at every addition add up.
+- The error of scatter-reduce hardly depends on the number of ranks. For 64 independent ones `ecdq`
+  at `error=0.02` (half of it for each encoding) has {_at_64("ecdq:error=0.02@scatter-reduce")} bits
   each way; with `rans`, {_at_64("ecdq:error=0.02,coder=rans@scatter-reduce")}.
 - Where gradients have much in common, knowing κ turns the error that averages away into fewer bits
   on the way out.
-- Between 8 nodes of 8, int8 sums are useful again.
+- Between 8 nodes of 8 ranks, int8 sums are useful again.
 
 ## Whether the budget is kept
 
@@ -260,18 +262,18 @@ these runs in which a parameter would have broken its budget and was sent uncomp
 {_units()}## What check sums cost
 
 `python -m benchmarks.verify --save`, {_machine("verify")}. Milliseconds of 4 ranks on 2 cores over
-the loopback interface, `verify="none"` and `"sum"` in turns: exchanges of 2,000,000 values, then
+the loopback interface, `verify="none"` and `"sum"` alternating: exchanges of 2,000,000 values, then
 training steps of an MLP of 1.86 million parameters under DDP. Processor time is of one rank; other
-work on the machine disturbs it less.
+work on the machine affects it less.
 
 {_verify()}
 
 One check of 1 MiB takes {_check_us()} µs. With codecs over scatter-reduce the difference is within
-the noise. Beside the backend's all-reduce (`global`) it is not: each bucket's scale travels in
+the noise. With the backend's all-reduce (`global`) it is not: each bucket's scale travels in
 checked messages instead of one small all-reduce, and the integers are read twice more.
-`lc.compress(.., verify="none")` does without.
+`lc.compress(.., verify="none")` turns it off.
 
-## Kernels, in short
+## Kernels: summary
 
 Encode / decode-add, stochastic rounding and one scale per 512 values included; the next two
 sections have all rows and the commands.
@@ -281,7 +283,7 @@ sections have all rows and the commands.
 ## CPU
 
 `make bench` (`python -m benchmarks.cpu --save`), {_machine("cpu")}. Encode makes a whole wire in
-an existing buffer; decode adds onto an existing tensor. Rows take turns, 2^26 float32 values.
+an existing buffer; decode adds to an existing tensor. Rows alternate, 2^26 float32 values.
 pi-quant rounds to nearest with one scale, which it is given here (finding it takes another pass).
 
 {_cpu()}
@@ -289,7 +291,7 @@ pi-quant rounds to nearest with one scale, which it is given here (finding it ta
 ## GPU
 
 `python -m benchmarks.gpu --save`, {_machine("gpu")}. 2^26 values. The share is the bandwidth
-reached over that of a device copy, every byte read and written counted once; `tensor` and `ndqsg`
+achieved relative to a device copy, every byte read and written counted once; `tensor` and `ndqsg`
 read the input twice, for the scale. Shares above 100% are real: encoding mostly reads, and reading
 is faster than a copy's half reading, half writing. Times are of captured graphs, so nothing waits
 for the host.
@@ -298,7 +300,8 @@ for the host.
 
 {_gpu("bfloat16")}
 
-The slow row is `block=100`: blocks that are no power of two take a program each for their scale.
+The slow row is `block=100`: blocks that are not a power of two need one program each for their
+scale.
 
 ### ecdq with the bitmap coder
 
@@ -403,7 +406,7 @@ def _schedules() -> str:
 
 def _accuracy() -> str:
     rows = _load("accuracy")["rows"]
-    lines = ["| | test accuracy: mean (least to most) | fewer bytes |", "|---|---|---|"]
+    lines = ["| | test accuracy: mean (minimum to maximum) | fewer bytes |", "|---|---|---|"]
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         found = [row for row in rows if row["strategy"] == strategy]
         got = [100 * row["accuracy"] for row in found]
@@ -499,7 +502,7 @@ are 4,854, most of them rare.
 
 {geometry.tables(rows)}
 
-What it says:
+Observations:
 
 - Under AdamW one step per tensor costs 1.2% of the loss after 250 steps, on 3 and on 4 workers,
   0.7% after 1,000, and nothing to be seen after 3,000. A step per 4,096 values, or the optimizer's
@@ -633,13 +636,14 @@ def readme() -> str:
 
 
 def _loopback() -> str:
-    """What compression costs where nothing is to be won."""
+    """What compression costs where there is nothing to gain."""
     rows = [row for row in _load("network")["rows"] if row["rate"] == "loopback"]
     skipped = ("compute alone", "fp32 (no hook)")
     ratios = [1 / row["times_faster"] for row in rows if row["strategy"] not in skipped]
     return (
-        "Where the network is no limit, codecs cost time: on the loopback interface a step of 1.86 "
-        f"million\nparameters took {min(ratios):.1f} to {max(ratios):.1f} times as long as with "
+        "Where the network is not the bottleneck, codecs cost time: on the loopback interface a "
+        f"step of\n1.86 million parameters took {min(ratios):.1f} to {max(ratios):.1f} times as "
+        "long as with "
         "fp32 (`python -m benchmarks.network`)."
     )
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.time_to_accuracy [--rates 100,1000] [--goal 0.88] [--save]
 
-Four hosts in the lab, as in benchmarks.network: an MLP (784-1024-1024-10), batches of 64 a worker,
+Four hosts in the lab, as in benchmarks.network: an MLP (784-1024-1024-10), batches of 64 each,
 SGD with momentum 0.9, the rate 0.1 after 20 steps and falling to 0 over 700; every strategy from
 the same random weights. The test part is looked at every 20 steps; looking is not timed, but for
 SSD what is under way is waited for before it, and that is.
@@ -82,7 +82,7 @@ def main() -> None:
 def table(rate: str, rows: list[dict[str, Any]]) -> Table:
     """One rate's rows for a terminal."""
     view = Table(title=f"{HOSTS} hosts, {rate} Mbit/s")
-    for name in ("strategy", "seconds", "steps", "ms a step", "accuracy"):
+    for name in ("strategy", "seconds", "steps", "ms per step", "accuracy"):
         view.add_column(name, justify="left" if name == "strategy" else "right")
     for row in rows:
         spent = f"{row['seconds']:.1f}" if row["reached"] else f"not in {row['seconds']:.0f}"

@@ -28,9 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
 from benchmarks._rows import quantiles, save
-from laconic.codecs._memory import Scratch
-from laconic.exchanges import Call, Traffic, pair
-from laconic.exchanges._frame import FRAME_BYTES
+from laconic._scratch import Scratch
+from laconic.comm._context import ExchangeContext, Traffic
+from laconic.comm._frame import FRAME_BYTES
+from laconic.exchanges import pair
 from laconic.kernels import backend
 
 RANKS, VALUES = 4, 2_000_000
@@ -59,11 +60,13 @@ def measured(text: str, rounds: int) -> list[dict[str, Any]]:
     for step in range(rounds + 2):
         for form in FORMS if step % 2 else FORMS[::-1]:
             traffic = Traffic()
-            call = Call(group=group, step=step, scratch=scratch, traffic=traffic, verify=form)
+            context = ExchangeContext(
+                group=group, step=step, scratch=scratch, traffic=traffic, verify=form
+            )
             x.copy_(values)
             dist.barrier()
             start = time.perf_counter(), time.process_time()
-            way.mean(x, codec, call)
+            way.mean(x, codec, context)
             took = time.perf_counter() - start[0], time.process_time() - start[1]
             slowest = torch.tensor([took[0]], dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
