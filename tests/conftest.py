@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,10 @@ if not torch.cuda.is_available():
 from helpers import kernels
 from programs import Programs, started
 
+from laconic.codecs import _register
+from laconic.exchanges import _pair
 from laconic.kernels import using
+from laconic.schedules import _costs
 
 BACKENDS = ("reference", "numba", "triton")
 
@@ -54,6 +58,17 @@ def frameworks() -> Iterator[Programs]:
     there = [name for name in names if importlib.util.find_spec(name.partition(".")[0])]
     with started(*there) as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def only_our_names() -> Iterator[None]:
+    """Codecs, exchanges and schedules that a test registers are unknown to the next one."""
+    tables: tuple[dict[str, Any], ...] = (_register._KINDS, _pair._BY_NAME, _costs._BY_NAME)
+    known = [dict(table) for table in tables]
+    yield
+    for table, before in zip(tables, known, strict=True):
+        table.clear()
+        table.update(before)
 
 
 @pytest.fixture(autouse=True)

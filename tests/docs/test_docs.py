@@ -9,7 +9,6 @@ import re
 import sys
 import types
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -53,13 +52,9 @@ def hook() -> ModuleType:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty folder, and nothing left behind: no process group, no codec."""
+    """An empty folder, and no process group left behind."""
     monkeypatch.chdir(tmp_path)
-    there = import_module("laconic.codecs._register")._KINDS
-    known = dict(there)
     yield
-    there.clear()
-    there.update(known)
     sys.modules.pop("block", None)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +381,26 @@ def test_nothing_is_left_after_the_block() -> None:
             assert all(map(alive, run.pids))
         assert left(net) == [] and not any(map(alive, run.pids))
         net.close()  # and closing twice is no error
+
+
+@pytest.mark.parametrize("other_lab_was_faster", [True, False])
+def test_two_labs_may_remove_what_a_killed_one_left(
+    other_lab_was_faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = tmp_path / "laconic-1-switch"
+    namespace.touch()
+
+    def ip(*words: str) -> str:
+        if words[1] == "del":
+            if other_lab_was_faster:
+                namespace.unlink()
+            raise lab.LabError("Cannot remove namespace file")
+        return ""
+
+    monkeypatch.setattr(_lab, "NAMESPACES", tmp_path)
+    monkeypatch.setattr(_lab, "ip", ip)
+    with nullcontext() if other_lab_was_faster else pytest.raises(lab.LabError, match="namespace"):
+        _lab._remove(namespace.name)
 
 
 @needs_lab

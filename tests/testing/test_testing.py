@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -52,16 +51,6 @@ def own_codec() -> ModuleType:
     sys.modules["own_codec"] = module
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture
-def registry() -> Iterator[dict[str, Any]]:
-    """The codecs by name; what a test adds is taken away."""
-    there = import_module("laconic.codecs._register")._KINDS
-    known = dict(there)
-    yield there
-    there.clear()
-    there.update(known)
 
 
 def known(x: Tensor) -> Tensor:
@@ -446,7 +435,7 @@ def test_ranks_check_together_and_train_with_a_codec_of_their_own(tmp_path: Path
 # Registering
 
 
-def test_the_example_registers_a_codec(registry: dict[str, Any]) -> None:
+def test_the_example_registers_a_codec() -> None:
     module = own_codec()
     ternary = lc.codec("ternary")
     assert isinstance(ternary, module.Ternary) and str(ternary) == "ternary"
@@ -458,7 +447,7 @@ def test_the_example_registers_a_codec(registry: dict[str, Any]) -> None:
     assert type(lc.codec("ternary")) is not module.Ternary
 
 
-def test_a_text_must_name_the_codec(registry: dict[str, Any]) -> None:
+def test_a_text_must_name_the_codec() -> None:
     class Mumbles(Sound):
         name: ClassVar[str] = "mumbles"
 
@@ -488,15 +477,13 @@ def kind(**names: Any) -> type[lc.Codec]:
         (Sound(), "subclass of laconic.Codec"),
     ],
 )
-def test_bad_registrations_are_a_sentence(
-    registry: dict[str, Any], made: Any, sentence: str
-) -> None:
+def test_bad_registrations_are_a_sentence(made: Any, sentence: str) -> None:
     with pytest.raises(ConfigError) as found:
         lc.register_codec(made)
     assert sentence in str(found.value)
 
 
-def test_ids_are_not_shared(registry: dict[str, Any]) -> None:
+def test_ids_are_not_shared() -> None:
     lc.register_codec(Sound)
     with pytest.raises(ConfigError, match="sound has id 200"):
         lc.register_codec(kind(name="other"))

@@ -202,7 +202,11 @@ def _remove(namespace: str) -> None:
         while pids := ip("netns", "pids", namespace).split():
             for pid in map(int, pids):
                 _end(pid)
-    ip("netns", "del", namespace)
+    try:
+        ip("netns", "del", namespace)
+    except LabError:
+        if (NAMESPACES / namespace).exists():  # otherwise another lab was faster
+            raise
 
 
 def _end(pid: int) -> None:
