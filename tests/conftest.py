@@ -63,7 +63,7 @@ def frameworks() -> Iterator[Programs]:
 @pytest.fixture(autouse=True)
 def only_our_names() -> Iterator[None]:
     """Codecs, exchanges and schedules that a test registers are unknown to the next one."""
-    tables: tuple[dict[str, Any], ...] = (_register._KINDS, _pair._BY_NAME, _costs._BY_NAME)
+    tables: list[Any] = [_register._KINDS, _pair._BY_NAME, _costs._BY_NAME]
     known = [dict(table) for table in tables]
     yield
     for table, before in zip(tables, known, strict=True):
