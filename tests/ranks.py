@@ -88,7 +88,7 @@ def _worker(rank: int, size: int, store: str, jobs: Sequence[Job], results: Any)
         try:
             for name, answer in answered(jobs, rank):
                 _put(results, rank, name, answer, None)
-        except Exception:
+        except BaseException:  # those of pytest.fail, too
             _put(results, rank, "a job", None, traceback.format_exc())
             results.close()
             results.join_thread()

@@ -83,6 +83,7 @@ def start(command: list[str], folder: Path, **env: str) -> str:
         ("lightning", 0.85, 6, "lightning"),
         ("accelerate", 0.85, 6, "accelerate"),
         ("trainer", 0.6, 5, "transformers"),
+        ("lora", 0.6, 8, "peft"),
     ],
 )
 def test_an_example_learns_and_sends_less(

@@ -19,7 +19,7 @@ from laconic.comm._agreement import require_same_settings
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, ScatterReduce
 from laconic.exchanges._error_report import error_stats
-from laconic.exchanges._policy import Chooser, Policy
+from laconic.exchanges._policy import Chooser, policy_for
 from laconic.exchanges._preconditioner import BLOCKS
 from laconic.integrations._fsdp_comms import AllGather, ReduceScatter, Replicas
 from laconic.integrations._fsdp_units import Run, Unit, groups_of, sharded_parameter, unit_of
@@ -32,7 +32,12 @@ from laconic.integrations._handle import (
     described,
     own_rank,
 )
-from laconic.integrations._monitor import listen_to_steps, parameters_of, warn_of_noise
+from laconic.integrations._monitor import (
+    LateParameters,
+    listen_to_steps,
+    parameters_of,
+    warn_of_noise,
+)
 
 _BETWEEN = ("shards", "replicas", "both")
 
@@ -71,9 +76,10 @@ class FSDPHandle:
         self.codec, self.exchange = self._pairs[""]
         self.weights = None if weights is None else _weights_codec(weights)
         self.seed, self._run = seed, Run.of(seed, warmup_steps, verify)
+        self._run.handle = self
         self._model = weakref.ref(model)
         self._lines: list[str] = []
-        self._units = list(self._found(model, policy or Policy()))
+        self._units = list(self._found(model, policy_for(policy, model.named_parameters())))
         self._run.inside.seed = self._run.across.seed = seed_of(seed, "\n".join(self._lines))
         self.between = self._stages(between)
         share = 0.5 if self.between == "both" else 1.0
@@ -85,10 +91,12 @@ class FSDPHandle:
         for unit in self._units:
             self._install(unit)
         self._has_stepped = False  # of a step of its optimizer
+        self._late = LateParameters(model, model.parameters(), "fully_shard(model)")
         listen_to_steps(self)
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step: of this model, or of another one."""
+        self._late.check(optimizer)
         model = None if self._has_stepped else self._model()
         own = set() if model is None else {id(one) for one in model.parameters()}
         if any(id(one) in own for one in parameters_of(optimizer)):

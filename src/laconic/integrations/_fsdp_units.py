@@ -200,6 +200,7 @@ class Run:
     plain_bytes: int = 0
     exchange_seconds: float = 0.0
     closed: bool = False
+    handle: Any = None  # lives as long as the model, also where nobody keeps it
 
     @staticmethod
     def of(seed: int, warmup_steps: int, verify: str) -> Run:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from laconic.codecs import Codec
 from laconic.comm._context import ExchangeSession
+from laconic.errors import ConfigError
 from laconic.exchanges._budget import ledger_of
 from laconic.exchanges._error_report import ParameterBudget, budget_report, error_stats
 from laconic.exchanges._preconditioner import BLOCKS, Preconditioner, amplifying
@@ -68,6 +69,41 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
     return [one for group in optimizer.param_groups for one in group["params"]]
 
 
+class LateParameters:
+    """Finds parameters that an optimizer trains and no rank exchanges: they came too late.
+
+    Adapters that are added to a wrapped model, or parameters unfrozen in it, have no place in what
+    the wrapper reduces: each rank would train its own, without a word.
+    """
+
+    def __init__(self, model: nn.Module, reduced: Iterable[Tensor], wrapper: str) -> None:
+        self._model, self._wrapper = weakref.ref(model), wrapper
+        self._reduced = [weakref.ref(one) for one in reduced]
+        self._counts: dict[int, int] = {}  # parameters of optimizers that were looked at, by id
+
+    def check(self, optimizer: Any) -> None:
+        """ConfigError with their names; looks at an optimizer anew if it has other parameters."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        model = self._model()
+        if self._counts.get(id(optimizer)) == count or model is None:
+            return
+        self._counts[id(optimizer)] = count
+        trained = {id(one) for one in parameters_of(optimizer) if one.requires_grad}
+        known = {id(one) for ref in self._reduced if (one := ref()) is not None}
+        late = [
+            name
+            for name, one in model.named_parameters()
+            if id(one) in trained and id(one) not in known
+        ]
+        if late:
+            raise ConfigError(
+                f"{', '.join(late[:5])}{f' and {len(late) - 5} more' if len(late) > 5 else ''}: "
+                f"added, or unfrozen, after {self._wrapper}, which does not average their "
+                "gradients, so that every rank trains its own. Add adapters and unfreeze "
+                f"parameters first, then {self._wrapper}, then compress"
+            )
+
+
 class _Optimizer(NamedTuple):
     """An optimizer that has made a step."""
 
@@ -90,11 +126,15 @@ class OptimizerSteps:
         self._encoded: Mapping[int, weakref.ref[Tensor]] = {}
         self._known: dict[int, _Optimizer] = {}  # by id; those of other models, too
         self._complete = False  # what is known steps all that is encoded
+        self._late: LateParameters | None = None
         listen_to_steps(self)
 
-    def observe(self, encoded: Mapping[int, weakref.ref[Tensor]]) -> None:
+    def observe(
+        self, encoded: Mapping[int, weakref.ref[Tensor]], late: LateParameters | None
+    ) -> None:
         """Start afresh, with these parameters of the model."""
         self._encoded, self._known, self._complete = encoded, {}, False
+        self._late = late
 
     def end_pass(self) -> None:
         """The last bucket of a backward pass has come."""
@@ -103,6 +143,8 @@ class OptimizerSteps:
 
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step: of this model, or of another one."""
+        if self._late is not None:
+            self._late.check(optimizer)
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._known.get(id(optimizer))
         if known is None or known.it() is not optimizer or known.parameters != count:

@@ -23,7 +23,7 @@ from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._error_report import ParameterBudget
 from laconic.exchanges._nested import nesting
-from laconic.exchanges._policy import Chooser, Policy
+from laconic.exchanges._policy import Chooser, policy_for
 from laconic.exchanges._preconditioner import NO_UNITS, Preconditioner, preconditioner_of
 from laconic.integrations._buckets import (
     BucketLayout,
@@ -41,7 +41,7 @@ from laconic.integrations._handle import (
     described,
     own_rank,
 )
-from laconic.integrations._monitor import ErrorMonitor, OptimizerSteps
+from laconic.integrations._monitor import ErrorMonitor, LateParameters, OptimizerSteps
 
 _log = logging.getLogger("laconic")
 _CHECKED_EVERY = 500  # steps between two comparisons of weights
@@ -52,7 +52,7 @@ class _Unconnected(NamedTuple):
     """What is needed until ranks have compared settings, and not afterwards."""
 
     module: nn.Module
-    policy: Chooser
+    policy: Chooser | None
     group: dist.ProcessGroup | None
     timeout_s: float
 
@@ -115,7 +115,7 @@ class HookState:
         self.turns: dict[int, int] = {}  # of parameters that come one by one
         self.lanes: tuple[CommLane, ...] = lanes or ()
         self._unconnected: _Unconnected | None
-        self._unconnected = first = _Unconnected(module, policy or Policy(), group, timeout_s)
+        self._unconnected = first = _Unconnected(module, policy, group, timeout_s)
         if _can_talk(group, _device(module)):
             self.connect()
         else:  # what is wrong with the policy is said now; parameters may still be replaced
@@ -148,9 +148,10 @@ class HookState:
                 way.prepare(lane.group)
                 way.check_group(own, lane.group)
 
-    def _choose(self, module: nn.Module, policy: Chooser) -> list[str]:
+    def _choose(self, module: nn.Module, policy: Chooser | None) -> list[str]:
         """Ask the policy about every parameter; a line for each, to be compared between ranks."""
         lines, strange = [], []
+        policy = policy_for(policy, module.named_parameters())
         self._parameters.clear()
         self._encoded.clear()
         self._names = [name for name, _ in module.named_parameters()]
@@ -168,7 +169,10 @@ class HookState:
         self.order.know((self._parameters[id(one)][0], one) for one in trained)
         self.session.seed = seed_of(self.seed, "\n".join(lines))
         self._warn(strange, "their dtype cannot be encoded")
-        self.optimizers.observe(self._encoded)
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # torch's name
+        left_out = [one for name, one in module.named_parameters() if name in ignored]
+        late = LateParameters(module, [*trained, *left_out], "DistributedDataParallel(model)")
+        self.optimizers.observe(self._encoded, late)
         self._use_units()
         return lines
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic._cost import Bucket, Workload
 from laconic.errors import ConfigError
-from laconic.exchanges._policy import Chooser, Policy
+from laconic.exchanges._policy import Chooser, policy_for
 from laconic.exchanges._preconditioner import Preconditioner, is_adaptive
 from laconic.kernels import backend
 from laconic.planner._probe_cluster import Clock, typical
@@ -94,7 +94,7 @@ def probe_model(
     seen.keep = True
     _step(replicas, setup.loss, optimizer, seen, clock)
     seen.keep = False
-    chosen = policy or Policy()
+    chosen = policy_for(policy, model.named_parameters())
     names = {id(p): name for name, p in model.named_parameters()}
     worth = [[bool(chosen(names[id(p)], p)) for p in bucket] for bucket in seen.buckets]
     adaptive = is_adaptive(optimizer)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from laconic._key import Key
 from laconic.codecs import Codec, codec
-from laconic.exchanges._policy import Policy
+from laconic.exchanges._policy import policy_for
 from laconic.race._result import Quantized
 
 SPECS = (
@@ -23,7 +23,7 @@ SPECS = (
 
 def quantized(network: nn.Module, workers: int) -> Iterator[Quantized]:
     """Bits and error of all tensors that are worth compressing, together, for each setting."""
-    worth = Policy()
+    worth = policy_for(None, network.named_parameters())
     gradients = [
         parameter.grad
         for name, parameter in network.named_parameters()

@@ -19,7 +19,7 @@ from laconic.comm._threads import CommLane, own_group
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, pair
 from laconic.exchanges._error_report import error_stats
-from laconic.exchanges._policy import Chooser, Policy
+from laconic.exchanges._policy import Chooser
 from laconic.schedules._costs import LocalCost, ScheduleCost
 from laconic.schedules._inputs import (
     check_identity,
@@ -137,7 +137,7 @@ class LocalSGD(torch.optim.Optimizer):
         self._trained = Trained(optimizer.param_groups, model, "LocalSGD")
         if warmup_steps:
             self._trained.check_dense(model, "warm-up")
-        self._vector = ModelVector(self._trained, model, policy or Policy())
+        self._vector = ModelVector(self._trained, model, policy)
         self._lane = CommLane(own_group(group, timeout_s))
         self._weights = self._vector.flat.empty()  # x_t
         self._outer = outer_optimizer(outer, self._weights)

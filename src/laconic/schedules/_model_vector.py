@@ -17,7 +17,7 @@ from laconic.comm._sums import plain_mean
 from laconic.comm._threads import CommLane, CommStream, Work
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
-from laconic.exchanges._policy import Chooser
+from laconic.exchanges._policy import Chooser, policy_for
 from laconic.sharding._flat_parameters import FlatParameters, copy_all
 from laconic.sharding._trained import Named, Trained
 
@@ -29,10 +29,11 @@ class ModelVector:
     name, by `include`, and looked up at each use: a module may put new tensors in their place.
     """
 
-    def __init__(self, trained: Trained, model: nn.Module, policy: Chooser) -> None:
+    def __init__(self, trained: Trained, model: nn.Module, policy: Chooser | None) -> None:
         own = {id(p) for _, p in trained.named}
         named = [(name, p) for name, p in model.named_parameters() if id(p) in own and p.numel()]
         encoded, plain = [], []
+        policy = policy_for(policy, named)
         for one in named:
             (encoded if _choice(policy, one) else plain).append(one)
         self._model = model
