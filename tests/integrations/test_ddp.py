@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,36 @@ def resume_is_exact(rank: int) -> dict[str, bool]:
     return {"equal": torch.equal(*gradients)}
 
 
+def pickled_and_copied(rank: int) -> dict[str, bool]:
+    """torch saves states of hooks like that; a copy of the model has one without a model."""
+    first = DistributedDataParallel(network())
+    handle = lc.compress(first, "feedback(qsgd:bits=2)", seed=5)
+    train(first, 3)
+    copied = copy.deepcopy(first)
+    found = {"a copy of the model works": torch.equal(flat(copied), flat(first))}
+    state = pickle.loads(pickle.dumps(handle))
+    try:
+        state.stats()
+        found["without a model it says so"] = False
+    except lc.ConfigError as error:
+        found["without a model it says so"] = "state.attach(model.module)" in str(error)
+    third = DistributedDataParallel(network())
+    third.module.load_state_dict(first.module.state_dict())
+    state.attach(third.module)
+    third.register_comm_hook(state, lc.comm_hook)
+    found["steps"] = state.step == 3 and hasattr(state, "lanes")
+    gradients = []
+    for model in (first, third):
+        model.zero_grad()
+        x, y = batch(rank, 7)
+        nn.functional.cross_entropy(model(x), y).backward()
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
+    found["same gradients"] = torch.equal(*gradients)
+    return found
+
+
 def disagreement_is_named(rank: int) -> dict[str, str]:
     model = DistributedDataParallel(network())
     try:
@@ -284,6 +315,7 @@ JOBS = [
     variants_train,
     non_finite_everywhere,
     resume_is_exact,
+    pickled_and_copied,
     disagreement_is_named,
     empty_parameter,
     backward_twice,
@@ -321,6 +353,7 @@ def test_replicas_stay_equal_and_learn(found: ranks.Answers, spec: str) -> None:
         "variants_train",
         "non_finite_everywhere",
         "resume_is_exact",
+        "pickled_and_copied",
         "passes_that_are_alike",
         "sub_group",
     ],

@@ -180,6 +180,27 @@ def test_another_hook_is_named(alone: None) -> None:
         lc.compress(model, "dqsg:bits=4")
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch imports it
+def test_what_takes_ddps_hook_is_named(alone: None) -> None:
+    from torch.distributed.optim import (
+        _apply_optimizer_in_backward,  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+    model = network()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(lc.ConfigError, match="step inside backward.*use an ordinary optimizer"):
+        lc.compress(DistributedDataParallel(model), "dqsg:bits=4")
+    mixed: Any = DistributedDataParallel(network(), mixed_precision=half_precision())
+    with pytest.raises(lc.ConfigError, match=r"mixed_precision=.*use torch.autocast"):
+        lc.compress(mixed, "dqsg:bits=4")
+
+
+def half_precision() -> Any:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    return _MixedPrecision(param_dtype=torch.bfloat16)
+
+
 def test_a_world_of_one_trains(alone: None) -> None:
     model = DistributedDataParallel(network())
     handle = lc.compress(model, "ecdq:error=0.08")

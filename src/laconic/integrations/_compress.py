@@ -99,6 +99,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def check_free(model: DistributedDataParallel) -> None:
     """ConfigError if the model has a hook: DDP takes one, and would say so after ranks have met."""
+    if any(hasattr(one, "_in_backward_optimizers") for one in model.parameters()):
+        raise ConfigError(  # DDP registers that hook at the first forward pass
+            "this model's optimizers step inside backward (_apply_optimizer_in_backward), in DDP's "
+            "one communication hook: use an ordinary optimizer, and call its step()"
+        )
     for hook, _ in getattr(model, "_comm_hooks", ()):
         if getattr(hook, "__module__", "").startswith("laconic."):
             raise ConfigError(
@@ -106,6 +111,11 @@ def check_free(model: DistributedDataParallel) -> None:
                 "keep the handle that it returned"
             )
         name = getattr(hook, "__name__", hook)
+        if getattr(model, "mixed_precision", None) is not None:
+            raise ConfigError(
+                "DDP(mixed_precision=..) uses DDP's one communication hook: use torch.autocast, or "
+                "a model in bfloat16, instead"
+            )
         raise ConfigError(
             f"this model has a communication hook already, {name}, and DDP takes one: leave that "
             "out (fp16 compression is lc.compress(model, 'fp16'))"

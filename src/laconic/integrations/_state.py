@@ -68,6 +68,9 @@ class HookState:
     are encoded in its units then, where it has second moments. A single rank has no other to
     exchange with, and its gradients stay exact, unless `even_alone` asks for what more ranks would
     do to them. `static_graph` is DDP's setting.
+
+    Pickled or copied, in a DDP model or alone, it is its settings and its state_dict; `attach`
+    gives the copy a model.
     """
 
     def __init__(
@@ -92,6 +95,17 @@ class HookState:
                 'a HookState is of one codec; "auto" is lc.compress(model, "auto"), or Compress('
                 '"auto") of laconic.integrations.lightning'
             )
+        self._settings: dict[str, Any] = {
+            "spec": spec,
+            "exchange": exchange,
+            "policy": policy,
+            "warmup_steps": warmup_steps,
+            "seed": seed,
+            "timeout_s": timeout_s,
+            "even_alone": even_alone,
+            "verify": verify,
+            "static_graph": static_graph,
+        }
         self._pairs = CodecPairs(spec, exchange)
         self.codec, self.exchange = self._pairs[""]
         check_warmup(warmup_steps)
@@ -326,6 +340,33 @@ class HookState:
             return
         for number, exponents in units["exponents"].items():  # back to gradients as they are
             self._changed(int(number), exponents.neg())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings and state: the model, its optimizers and process groups have other owners."""
+        return {"_settings": self._settings, "_saved": self.state_dict()}
+
+    def __getattr__(self, name: str) -> Any:
+        """Of a copy that has no model yet, everything is missing."""
+        if "_saved" in self.__dict__ and not name.startswith("__"):
+            raise ConfigError(
+                "this HookState was unpickled or copied, and has no model yet: call "
+                "state.attach(model.module), then model.register_comm_hook(state, lc.comm_hook)"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def attach(
+        self,
+        module: nn.Module,
+        *,
+        group: dist.ProcessGroup | None = None,
+        optimizer: Any = None,
+    ) -> None:
+        """Give a copy its model, as HookState(module, ..) does, on all ranks; it resumes."""
+        saved = self.__dict__.pop("_saved", None)
+        if saved is None:
+            raise ConfigError("this HookState has a model: attach is for one that was unpickled")
+        HookState.__init__(self, module, group=group, optimizer=optimizer, **self._settings)
+        self.load_state_dict(saved)
 
     def layout(self, parameters: Sequence[Tensor]) -> BucketLayout:
         """What a bucket is made of; known by its parameters, because buckets are rebuilt."""
