@@ -41,10 +41,9 @@ class Place:
     total: int
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"Place.{field.name} must be an integer from 0, not {value!r}")
+                raise ValueError(f"Place.{name} must be an integer from 0, not {value!r}")
         if not self.start < self.start + self.numel <= self.total:
             raise ValueError(
                 f"a place holds at least one value of its parameter and none behind its end: {self}"
@@ -195,8 +194,7 @@ class Codec(ABC):
         if not isinstance(workers, int) or workers < 1:
             raise ConfigError(f"workers must be a positive integer, not {workers!r}")
         parts = self._parts(flat.numel(), segments)
-        self._check_budget(shares, spent, max(len(parts), 1), flat.device)
-        factors = _factors(shares, max(len(parts), 1), flat.device)
+        factors = self._budget_shares(shares, spent, max(len(parts), 1), flat.device)
         header, head = _header_of(self, flat.numel(), x.dtype, workers, parts)
         kept = isinstance(out, Wire) and out.header == header
         size = HEADER_BYTES + self._room(header)
@@ -204,11 +202,9 @@ class Codec(ABC):
         if not kept:
             data[:HEADER_BYTES].copy_(header_tensor(head, flat.device))
         if flat.numel():
+            body = data[HEADER_BYTES:]
             self._encode(
-                EncodeRequest(
-                    *(flat, key, data[HEADER_BYTES:], header, norm),
-                    *(factors, spent, places, residuals),
-                )
+                EncodeRequest(flat, key, body, header, norm, factors, spent, places, residuals)
             )
         elif spent is not None:
             spent.zero_()
@@ -377,14 +373,16 @@ class Codec(ABC):
             raise ValueError(f"a wire may have {MAX_SEGMENTS} segments, not {len(parts)}: split")
         return parts
 
-    def _check_budget(
+    def _budget_shares(
         self,
         shares: Sequence[float] | Tensor | None,
         spent: Tensor | None,
         segments: int,
         device: torch.device,
-    ) -> None:
-        """ConfigError or ValueError unless the codec can spend its error so, and tell it."""
+    ) -> tuple[float, ...] | Tensor:
+        """The shares; ConfigError or ValueError if the codec cannot spend so, or not tell it."""
+        if shares is None and spent is None:
+            return ()
         if shares is not None and self.budget is None:
             raise ConfigError(
                 f"{self} has no error budget to take shares of: leave shares= out, or use a codec "
@@ -403,6 +401,7 @@ class Codec(ABC):
                 f"spent must be float32 or float64 of shape ({segments},) on {device}, not "
                 f"{spent.dtype} of shape {tuple(spent.shape)} on {spent.device}"
             )
+        return _factors(shares, segments, device)
 
     def _write(
         self, x: Tensor, key: Key, body: Tensor, header: Header, norm: Tensor | float | None

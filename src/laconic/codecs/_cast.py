@@ -65,10 +65,10 @@ class _Cast(Codec):
             payload.copy_(x)
 
     def _read(self, wire: Wire, body: Tensor, into: DecodeTarget) -> None:
-        payload, weight = wire.payload, into.weight
-        if wire.header.workers > 1 and payload.dtype == torch.float16:
-            weight *= wire.header.workers
-        replace(into, weight=weight).put(payload)
+        payload, workers = wire.payload, wire.header.workers
+        if workers > 1 and payload.dtype == torch.float16:
+            into = replace(into, weight=into.weight * workers)
+        into.put(payload)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -88,30 +88,33 @@ class Feedback(Wrapper):
         return None
 
     def _encode(self, request: EncodeRequest) -> None:
-        x, factor, homes = request.x, _factor(request.body), _homes(request)
-        with ExitStack() as stack:
-
-            def room() -> Tensor:
-                return stack.enter_context(borrowed(x.numel(), x.device))
-
-            if not homes:
-                self._project(x.float(), request, out=room())
-                return
-            m = homes[0] if len(homes) == 1 else room()
-            parts = list(m.split([home.numel() for home in homes]))
-            if len(homes) > 1:
+        x, homes = request.x, _homes(request)
+        room = x.numel(), x.device
+        if not homes:
+            with borrowed(*room) as sent:
+                self._project(x.float(), request, out=sent)
+        elif len(homes) == 1:
+            self._move_on(homes[0], request)
+        else:
+            with borrowed(*room) as m:
+                parts = list(m.split([home.numel() for home in homes]))
                 _copy(homes, parts)
-            c = torch.add(x, m, out=room())
-            sent = self._project(c, request, out=room())
-            fine = torch.isfinite(factor)
-            if not _readable(x):
+                self._move_on(m, request)
+                _copy(parts, homes)
+
+    def _move_on(self, m: Tensor, request: EncodeRequest) -> None:
+        """Encode c = x + m; m = c - λ·Q."""
+        room = request.x.numel(), request.x.device
+        with borrowed(*room) as c, borrowed(*room) as sent:
+            torch.add(request.x, m, out=c)
+            self._project(c, request, out=sent)
+            fine = torch.isfinite(_factor(request.body))
+            if not _readable(c):
                 torch.where(fine, c.sub_(sent), m, out=m)
             elif fine:
                 torch.sub(c, sent, out=m)
-            if len(homes) > 1:
-                _copy(parts, homes)
 
-    def _project(self, c: Tensor, request: EncodeRequest, out: Tensor) -> Tensor:
+    def _project(self, c: Tensor, request: EncodeRequest, out: Tensor) -> None:
         """Encode c; out = λ·Q, what will be decoded."""
         body, kept = request.body, request.residuals
         wire = self.inner.encode(
@@ -121,20 +124,19 @@ class Feedback(Wrapper):
             out=body[self._start :],
             segments=request.header.segments or None,
             places=request.places,
-            residuals=None if kept is None else kept.inside,
+            residuals=kept.inside if kept is not None and self.inner.residuals else None,
         )
         q = self.inner.decode(wire, side=c, out=out)
         body[: self._start].zero_()
-        return q.mul_(_factor(body).copy_(_optimal(q, c)))
+        q.mul_(_factor(body).copy_(_optimal(q, c)))
 
     def _read(self, wire: Wire, body: Tensor, into: DecodeTarget) -> None:
         inside, out = self._wire_inside(wire, body), into.out
-        with ExitStack() as stack:
-            direct = out.dtype == torch.float32 and not into.add
-            value = out if direct else stack.enter_context(borrowed(out.numel(), out.device))
+        direct = out.dtype == torch.float32 and not into.add
+        with nullcontext(out) if direct else borrowed(out.numel(), out.device) as value:
             self.inner.decode(inside, side=into.side, out=value, failed=into.failed)
-            factor = _factor(body) * into.weight
-            value.mul_(torch.where(torch.isfinite(factor), factor, torch.nan))
+            nan = torch.nan  # also where the factor is infinite
+            value.mul_((_factor(body) * into.weight).nan_to_num_(nan, nan, nan))
             if out.dtype == torch.float16:  # x + m, and so the value, may be larger than any half
                 largest = torch.finfo(torch.float16).max
                 value.clamp_(-largest, largest)
@@ -145,8 +147,10 @@ class Feedback(Wrapper):
 def _homes(request: EncodeRequest) -> list[Tensor]:
     """The residuals of x's places; none if the caller keeps none."""
     key, numel, kept = request.key, request.x.numel(), request.residuals
-    whole = Place(parameter=key.tensor, start=0, numel=numel, total=numel)
-    places = tiling((whole,) if request.places is None else request.places, numel)
+    places = request.places
+    if places is None:
+        places = (Place(parameter=key.tensor, start=0, numel=numel, total=numel),)
+    places = tiling(places, numel)
     if kept is None:
         return []
     kept.claim(key.rank)

@@ -137,15 +137,16 @@ class Rotate(Wrapper):
         inside, _ = self._inside(header.numel, header.segments)
         kernels, signs = backend(body.device), _signs(key)
         if _is_fused(inside):
+            lattice = lattice_of(inside)
             scales, codes = sections(body[HEADER_BYTES:], inside)
             kernels.dequantize_rotate(
                 codes,
                 scales,
                 into.output,
                 Rotation(signs, self.block),
-                lattice_of(inside),
+                lattice,
                 stream=key.stream() if _FUSED[inside.codec] else None,
-                offset=lattice_of(inside).offset,
+                offset=lattice.offset,
             )
             return
         turn = Rotation(signs, self.block, header.segments)

@@ -94,10 +94,10 @@ class Wrapper(Codec):
         super()._check(wire)
         if not wire.header.numel or wire.buffer.device.type != "cpu":
             return
-        start, end = HEADER_BYTES + self.own_bytes, 2 * HEADER_BYTES + self._start
-        padding = bytes(self._start - self.own_bytes)
-        head = padding + self._inside(wire.header.numel, wire.header.segments)[1]
-        if bytes(wire.buffer[start:end].tolist()) != head:
+        _, head = self._inside(wire.header.numel, wire.header.segments)
+        head = bytes(self._start - self.own_bytes) + head
+        start = HEADER_BYTES + self.own_bytes
+        if bytes(wire.buffer[start : start + len(head)].tolist()) != head:
             raise WireError(f"the header inside this wire of {self} is damaged")
 
     def __str__(self) -> str:

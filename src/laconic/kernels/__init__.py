@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from importlib import import_module
 from typing import cast
 
@@ -47,7 +48,12 @@ _chosen: ContextVar[str | None] = ContextVar("laconic_kernels", default=None)
 
 def backend(device: torch.device) -> Kernels:
     """The kernels for a device; devices without their own use the torch reference."""
-    name = _chosen.get() or _BY_DEVICE.get(device.type, "reference")
+    return _loaded(_chosen.get() or _BY_DEVICE.get(device.type, "reference"))
+
+
+@lru_cache
+def _loaded(name: str) -> Kernels:
+    """The module, looked up once: every encode and decode asks for it."""
     return cast(Kernels, import_module(f"laconic.kernels._{name}"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
 from threading import local
 
@@ -93,7 +94,7 @@ def encode_chunks(
 ) -> None:
     """Code what `fill` writes for each batch; each thread's chunks end up next to each other."""
     ends, checks, payload = _views(section)
-    coder, key, form = _coder(coding), words(coding.stream), coding.form
+    coder, key, form = _coder(coding.kind), words(coding.stream), coding.form
     place, tables = (where.count, where.segment, marks, stamps), coder.tables()[0]
     # a short payload (a ceiling on the wire) is written only once the length is known
     direct = len(payload) >= where.chunks * _MOST
@@ -126,7 +127,7 @@ def encode_chunks(
 def decode_chunks(use: Fill, where: Table, coding: Coding, limit: int, section: Section) -> None:
     """Decode batches and hand each to `use`; WireError at the first malformed chunk."""
     ends, _, payload = _views(section)
-    coder, key, count = _coder(coding), words(coding.stream), where.count
+    coder, key, count = _coder(coding.kind), words(coding.stream), where.count
     tables = coder.tables()[1]
 
     def part(first: int, last: int) -> int:
@@ -163,9 +164,10 @@ def _views(section: Section) -> tuple[np.ndarray, ...]:
     return tuple(part.numpy().view(np.uint32) for part in parts)
 
 
-def _coder(coding: Coding) -> Coder:
+@lru_cache
+def _coder(kind: Kind) -> Coder:
     """Loaded, and compiled, on first use."""
-    return import_module(f"laconic.kernels._numba.{_MODULES[Kind(coding.kind)]}").CODER
+    return import_module(f"laconic.kernels._numba.{_MODULES[kind]}").CODER
 
 
 @kernel

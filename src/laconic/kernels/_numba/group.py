@@ -27,6 +27,7 @@ from laconic.kernels._numba.intrinsics import (
     float_of,
     get,
     i32,
+    inlined,
     kernel,
     load,
     load_word,
@@ -245,6 +246,9 @@ class Worth(NamedTuple):
     add: bool
 
 
+_NO_DITHER = Dither(Stream(0, 0))
+
+
 def words(stream: Stream) -> Words:
     """The stream's words as kernels take them."""
     return u32(stream.k0), u32(stream.k1)
@@ -267,7 +271,7 @@ def decoding_of(lattice: Lattice, dither: Dither | None, offset: int) -> tuple[t
     """A `Decoding`, and the unit of its values."""
     block, levels, bits = lattice
     fraction, subtract = fraction_bits(levels), dither is not None
-    stream, _, workers = dither or Dither(Stream(0, 0))
+    stream, _, workers = dither or _NO_DITHER
     centre = dither_centre(workers, fraction)
     what = (block, bits, offset, fraction, subtract, centre, *words(stream))
     return what, 1.0 / (levels << (fraction + 1) if subtract else levels)
@@ -308,7 +312,7 @@ def fixed_point(
     return overflow
 
 
-@kernel
+@inlined
 def round_group(
     y: Pointer,
     start: int,
@@ -343,7 +347,7 @@ def round_group(
             store(codes, to + j + 64, u8(b))
 
 
-@kernel
+@inlined
 def values(
     codes: Pointer,
     at: int,

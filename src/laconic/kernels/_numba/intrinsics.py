@@ -57,6 +57,7 @@ def _compiled(function: Any, **options: Any) -> Any:
 
 kernel = _compiled
 reassociating = partial(_compiled, fastmath={"reassoc"})
+inlined = partial(_compiled, forceinline=True)  # else a bundle travels over the stack, every call
 
 i16, i32, u8, u32, u64, f32 = np.int16, np.int32, np.uint8, np.uint32, np.uint64, np.float32
 

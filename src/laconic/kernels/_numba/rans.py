@@ -11,7 +11,7 @@ import numpy as np
 from laconic.kernels._coding import BLOCK, BLOCKS, CHUNK, LANES, Kind
 from laconic.kernels._layout import GROUP
 from laconic.kernels._numba.chunk import Chunk, clear, coder_of, saves
-from laconic.kernels._numba.group import mix
+from laconic.kernels._numba.group import Words, mix
 from laconic.kernels._numba.intrinsics import (
     Pointer,
     i16,
@@ -55,7 +55,7 @@ def _put(q: Pointer, at: int, n: int, chunk: Chunk, work: np.ndarray) -> tuple[i
     escapes, and 12 bits, so that there is room for all. A stream that is too long is not used.
     """
     words, top = pointer(work.view(u16)), 2 * len(work) - 1
-    form, (records, classes, bounds) = chunk.form, chunk.tables
+    c, key, form, (records, classes, bounds) = chunk
     records, classes, bounds = pointer(records), pointer(classes), pointer(bounds)
     store(words, top, u16(0))
     states, kinds, index, turn = word_scratch(), word_scratch(), word_scratch(), word_scratch()
@@ -72,7 +72,7 @@ def _put(q: Pointer, at: int, n: int, chunk: Chunk, work: np.ndarray) -> tuple[i
             row = 4 * (form * CLASSES + kind)
             span, shift = load(classes, row + 2), load(classes, row + 3)
             known = load(classes, row + 1) != i32(0)
-            _contexts(known, chunk, g, i32(CLASSES), index, turn)
+            _contexts(known, c * CHUNK + g * GROUP, key, i32(CLASSES), index, turn)
             escapes = _to_symbols(q, a, span, shift, index, turn)
             p = _put_rest(q, a, size, span, shift, escapes, words, p)
             base = int(load(classes, row)) * CLASSES
@@ -117,7 +117,7 @@ def _get(
     for i in range(length):
         store(pointer(work), i, load(source, at + i))
     words, end = pointer(work.view(u16)), 2 * length
-    slots, classes, bounds = chunk.tables
+    c, key, _, (slots, classes, bounds) = chunk
     slots, classes, bounds = pointer(slots), pointer(classes), pointer(bounds)
     states, index, turn = word_scratch(), word_scratch(), word_scratch()
     for k in range(STATES):
@@ -146,7 +146,7 @@ def _get(
             row = 4 * (form * CLASSES + own)
             span, shift = load(classes, row + 2), load(classes, row + 3)
             known = load(classes, row + 1) != i32(0)
-            _contexts(known, chunk, g, i32(SLOTS), index, turn)
+            _contexts(known, c * CHUNK + g * GROUP, key, i32(SLOTS), index, turn)
             base = int(load(classes, row)) * SLOTS
             p = _get_symbols(index, base, size, last, states, slots, words, p)
             escapes = _from_symbols(index, turn, q, a)
@@ -180,15 +180,15 @@ def _class_of(q: Pointer, at: int, size: int, bounds: Pointer) -> np.int32:
 
 @kernel
 def _contexts(
-    known: bool, chunk: Chunk, g: int, unit: np.int32, index: Pointer, turn: Pointer
+    known: bool, e: int, key: Words, unit: np.int32, index: Pointer, turn: Pointer
 ) -> None:
-    """index = unit·bin of the values of group g, turn = -1 where the bin is a mirror image."""
+    """index = unit·bin of 128 values from e on, turn = -1 where the bin is a mirror image."""
     if not known:
         for j in range(GROUP):
             store(index, j, i32(0))
             store(turn, j, i32(0))
         return
-    p0, key = u32((chunk.number * CHUNK + g * GROUP) >> 1), chunk.key
+    p0 = u32(e >> 1)
     for j in range(GROUP // 2):
         h = mix(u32(p0 + u32(j)), key[0], key[1])
         a, b = sar(shl(i32(h), i32(16)), i32(31)), sar(i32(h), i32(31))
