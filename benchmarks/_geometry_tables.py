@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from benchmarks._rows import markdown
+
 Rows = list[dict[str, Any]]
 _OPTIMIZERS = {
     "adamw": "AdamW",
@@ -51,15 +53,15 @@ def _table(rows: Rows) -> str:
     name = _OPTIMIZERS[first["optimizer"]]
     tokens = ", tokens of two characters" if first.get("pairs") else ""
     title = f"{name}, {first['workers']} workers, {first['steps']:,} steps{tokens}:"
-    lines = [title, "", f"| | {' | '.join(_HEADS)} |", "|---" * (len(_HEADS) + 1) + "|"]
+    lines = []
     for rate in sorted({row["rate"] for row in rows}):
         own = [row for row in rows if row["rate"] == rate]
         plain = {row["seed"]: row["loss"] for row in own if row["strategy"] == "plain"}
         for strategy in dict.fromkeys(row["strategy"] for row in own):
             cells = _cells([row for row in own if row["strategy"] == strategy], plain)
             named = strategy if len({row["rate"] for row in rows}) == 1 else f"{strategy}, {rate:g}"
-            lines.append(f"| {named} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append([named, *cells])
+    return title + "\n\n" + markdown(f"| | {' | '.join(_HEADS)} |", lines)
 
 
 def _cells(rows: Rows, plain: dict[int, float]) -> list[str]:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks._rows import RESULTS
+from benchmarks._rows import load, markdown
 from benchmarks._scatter_plot import Point, svg
 from benchmarks.network import LOOPBACK
 from benchmarks.predicted import missed, off, summary
 from laconic._files import write_whole
 
 PLOT = Path(__file__).parent.parent / "docs" / "predicted.svg"
-
-
-def rows(name: str) -> list[dict[str, Any]]:
-    """As they were kept."""
-    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
 
 
 def write_plot() -> None:
@@ -30,31 +24,29 @@ def write_plot() -> None:
             row["predicted_ms"],
             f"{row['config']}, {row['strategy']}",
         )
-        for row in rows("predicted")
+        for row in load("predicted")["rows"]
     ]
     write_whole(PLOT, svg(points, "A step's time, predicted from a probe and measured"))
 
 
 def predicted() -> str:
     """Predicted / measured ms of every strategy in every configuration."""
-    found = rows("predicted")
+    found = load("predicted")["rows"]
     strategies = list(dict.fromkeys(row["strategy"] for row in found))
-    lines = [
-        f"| hosts x Mbit/s, network | {' | '.join(strategies)} | best predicted, above the best |",
-        "|" + "---|" * (len(strategies) + 2),
-    ]
+    lines = []
     for config in dict.fromkeys(row["config"] for row in found):
         own = {row["strategy"]: row for row in found if row["config"] == config}
         cells = [_cell(own[name]) for name in strategies]
-        lines.append(
-            f"| {_config(config)} | {' | '.join(cells)} | {missed(list(own.values())):.0%} |"
-        )
-    return "\n".join(lines)
+        lines.append([_config(config), *cells, f"{missed(list(own.values())):.0%}"])
+    names = " | ".join(strategies)
+    return markdown(
+        f"| hosts x Mbit/s, network | {names} | best predicted, above the best |", lines
+    )
 
 
 def predicted_summary() -> str:
     """In a sentence."""
-    told = summary(rows("predicted"))
+    told = summary(load("predicted")["rows"])
     places, right = told["configurations"], told["best within 10%"]
     return (
         f"{told['predictions']} predictions in {places} configurations: the median error is "
@@ -75,8 +67,8 @@ def _config(text: str) -> str:
 
 def auto() -> str:
     """A line for each strategy and rate."""
-    lines = ["| link | strategy | ms per step (quartiles) | |", "|---|---|---|---|"]
-    for row in rows("auto"):
+    lines = []
+    for row in load("auto")["rows"]:
         link = row["rate"] if row["rate"] == LOOPBACK else f"{row['rate']} Mbit/s"
         told = ""
         if "of_plain" in row:
@@ -90,8 +82,8 @@ def auto() -> str:
             told = f"{row['of_best']:.3f} of {row['best']}'s speed; chose {row['choice']}"
             told += f" from step {row['step']}"
         times = f"{row['ms']:.1f} ({row['ms_q1']:.1f}-{row['ms_q3']:.1f})"
-        lines.append(f"| {link} | {row['strategy']} | {times} | {told} |")
-    return "\n".join(lines)
+        lines.append([link, row["strategy"], times, told])
+    return markdown("| link | strategy | ms per step (quartiles) | |", lines)
 
 
 def _chosen(choices: list[str]) -> str:
@@ -104,13 +96,9 @@ def _chosen(choices: list[str]) -> str:
 
 def lab_rate() -> str:
     """Shares of links' rates."""
-    lines = [
-        "| Mbit/s | ms per step | of them computation | share of the rate | of the whole step |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows("lab_rate"):
-        lines.append(
-            f"| {row['rate_mbit']:.0f} | {row['ms']:.0f} | {row['compute_ms']:.0f} | "
-            f"{row['share']:.1%} | {row['share_of_step']:.1%} |"
-        )
-    return "\n".join(lines)
+    head = "| Mbit/s | ms per step | of them computation | share of the rate | of the whole step |"
+    lines = []
+    for row in load("lab_rate")["rows"]:
+        times = (f"{row[name]:.0f}" for name in ("rate_mbit", "ms", "compute_ms"))
+        lines.append([*times, f"{row['share']:.1%}", f"{row['share_of_step']:.1%}"])
+    return markdown(head, lines)

@@ -7,7 +7,7 @@ laconic race --no-report --rate 1gbit --save benchmarks/results/race-1gbit.json
 from __future__ import annotations
 
 from benchmarks._line_plot import Axis, Series, line_plot
-from benchmarks._rows import RESULTS
+from benchmarks._rows import RESULTS, markdown
 from laconic.race import Race, seconds_to_target, verdict
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s"}
@@ -26,13 +26,7 @@ def race_table() -> str:
     races = [kept(rate) for rate in RATES]
     plain = {lane.name: lane for lane in races[0].lanes}["fp32"]
     goal = f"{100 * races[0].settings.target:g}%"
-    heads = [
-        "strategy",
-        "accuracy",
-        "bytes per step",
-        *(f"s to {goal} at {w}" for w in RATES.values()),
-    ]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = []
     for lane in races[0].lanes:
         fewer = plain.sent_bytes / lane.sent_bytes
         cells = [
@@ -41,8 +35,9 @@ def race_table() -> str:
             f"{fewer:.1f}× fewer" if lane is not plain else "",
         ]
         cells += [_reached(race, lane.name) for race in races]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    times = " | ".join(f"s to {goal} at {words}" for words in RATES.values())
+    return markdown(f"| strategy | accuracy | bytes per step | {times} |", lines)
 
 
 def _reached(race: Race, name: str) -> str:

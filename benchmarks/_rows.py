@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
 from laconic._files import write_whole
 from laconic._host import processor
@@ -65,3 +67,36 @@ def save(name: str, rows: list[dict[str, Any]]) -> Path:
     path = RESULTS / f"{name}.json"
     write_whole(path, json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
     return path
+
+
+def load(name: str) -> dict[str, Any]:
+    """What was saved under a name: "machine" and "rows"."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def command_line(words: str | None) -> argparse.ArgumentParser:
+    """What every benchmark has: its docstring as help, and --save."""
+    parser = argparse.ArgumentParser(description=words)
+    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
+    return parser
+
+
+def keep(name: str, rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Save rows if that was asked for."""
+    if options.save:
+        print(f"saved {save(name, rows)}")
+
+
+def markdown(head: str, rows: Iterable[Sequence[object]]) -> str:
+    """A table of a document; a cell may be several, with " | " between them."""
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in rows]
+    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *lines])
+
+
+def view(title: str, columns: Sequence[str]) -> Table:
+    """A table of a terminal: names on the left, numbers on the right."""
+    table = Table(title=title)
+    table.add_column(columns[0], no_wrap=True)
+    for name in columns[1:]:
+        table.add_column(name, justify="right")
+    return table

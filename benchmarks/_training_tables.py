@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from benchmarks._rows import markdown
+
 Rows = list[dict[str, Any]]
 Found = dict[str, dict[int, list[float]]]  # by setting and seed
 
@@ -13,7 +15,7 @@ def time_to_accuracy(rows: Rows) -> str:
     """Seconds, steps and milliseconds per step, by strategy and rate."""
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     heads = " | ".join(f"{rate} Mbit/s | steps | ms per step" for rate in rates)
-    lines = [f"| | {heads} |", "|---" * (3 * len(rates) + 1) + "|"]
+    lines = []
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         cells = []
         for rate in rates:
@@ -22,8 +24,8 @@ def time_to_accuracy(rows: Rows) -> str:
                 f"{row['seconds']:.0f} s" if row["reached"] else f"not in {row['seconds']:.0f} s"
             )
             cells.append(f"{spent} | {row['steps']} | {row['step_ms']:.0f}")
-        lines.append(f"| {strategy} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([strategy, *cells])
+    return markdown(f"| | {heads} |", lines)
 
 
 CODED = " codec=ecdq:error=0.08"
@@ -76,16 +78,15 @@ def _by_period(
     periods: tuple[int, ...],
     rates: tuple[float, ...],
 ) -> str:
-    lines = ["| | rate | " + " | ".join(f"k = {k}" for k in periods) + " |"]
-    lines.append("|---" * (len(periods) + 2) + "|")
+    head, lines = f"| | rate | {' | '.join(f'k = {k}' for k in periods)} |", []
     for form, text in {"sync lr={lr}": "synchronous", **forms}.items():
         for lr in rates:
             settings = dict.fromkeys(form.format(k=k, lr=lr) for k in periods)
             cells = [_spread(found.get(one, {}), digits) for one in settings]
             if any(cells):
                 cells += [""] * (len(periods) - len(cells))  # synchronous: one for all
-                lines.append(f"| {text} | {lr} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+                lines.append([text, lr, *cells])
+    return markdown(head, lines)
 
 
 def _of(rows: Rows, task: str, value: str, times: float = 1) -> Found:
@@ -121,15 +122,15 @@ FORMS = {
 def nested(rows: Rows) -> str:
     """Bits out, accuracy against dqsg and failures; total batch 200, over 2 to 16 workers."""
     heads = "bits out | accuracy | less dqsg's | failures"
-    lines = [f"| | scales | LeNet: {heads} | FC: {heads} |", "|---" * 10 + "|"]
+    lines = []
     for form, text in FORMS.items():
         for block in (None, 512):
             cells = [_form(rows, model, form, block) for model in ("lenet", "fc")]
             if all(cells):
                 names = {None: "one per matrix", 512: "one per 512"}
                 scales = names[block] if form != "fp32" else ""
-                lines.append(f"| {text} | {scales} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+                lines.append([text, scales, *cells])
+    return markdown(f"| | scales | LeNet: {heads} | FC: {heads} |", lines)
 
 
 def _form(rows: Rows, model: str, form: str, block: int | None) -> str:

@@ -9,7 +9,6 @@ data and all draws; every strategy sees the same three. The spread is that of fp
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from datetime import timedelta
@@ -25,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
 from benchmarks import _fashion
-from benchmarks._rows import save
+from benchmarks._rows import command_line, keep
 
 WORKERS, BATCH, RATE = 4, 64, 0.05
 PLAIN = "plain DDP"
@@ -120,12 +119,11 @@ def worker(rank: int, store: str, options: Any, seeds: list[int], results: Any) 
 
 def main() -> None:
     """Train all, say which stay within the spread of fp32."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data", type=Path, default=_fashion.FOLDER)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     context = mp.get_context("spawn")
     results: Any = context.SimpleQueue()
@@ -153,8 +151,7 @@ def main() -> None:
         found = [row["accuracy"] for row in rows if row["strategy"] == spec]
         if found:
             print(f"{spec:28} {statistics.mean(found):.4f} ({min(found):.4f} to {max(found):.4f})")
-    if options.save:
-        print(f"saved {save('accuracy', rows)}")
+    keep("accuracy", rows, options)
 
 
 if __name__ == "__main__":

@@ -9,22 +9,17 @@ that auto may choose is measured, plain first and last; then the fastest and aut
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from benchmarks import _fashion
 from benchmarks._network_worker import FP32, UNTIL_KAPPA
-from benchmarks._rows import quantiles, save
-from benchmarks.network import LOOPBACK, ask, launch, measure, parsed, per_step
-from laconic import lab
+from benchmarks._rows import command_line, keep, quantiles
+from benchmarks.network import LOOPBACK, ask, launch, measure, parsed, per_step, ready
 
 AUTO = "auto"
 FIXED = (
@@ -101,16 +96,11 @@ def beside_fixed(run: Any, net: Any, rate: str, console: Console) -> list[dict[s
 
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--rates", type=parsed, default="loopback,100")
     parser.add_argument("--rounds", type=int, default=6, help="turns on the loopback interface")
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
-    _fashion.check()
-    lacking = lab.missing()
-    if lacking and set(options.rates) != {LOOPBACK}:
-        sys.exit(f"{lacking} Without a lab there is still --rates loopback.")
-    torch.set_num_threads(1)  # as the workers; the rows name it
+    ready(options.rates)
     console, rows = Console(width=140), []
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder) / "start.pt"
@@ -122,8 +112,7 @@ def main() -> None:
                 else:
                     net.shape(float(rate))
                     rows += beside_fixed(run, net, rate, console)
-    if options.save:
-        console.print(f"saved {save('auto', rows)}")
+    keep("auto", rows, options)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ value, both ways together, over 2(n-1)/n of the values.
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 import laconic as lc
 from benchmarks._gradients import KINDS, gradients
 from benchmarks._ranks import Rank, Switch, on_all
-from benchmarks._rows import save
+from benchmarks._rows import command_line, keep
 from laconic.comm._context import ExchangeContext, Traffic
 from laconic.exchanges import pair
 from laconic.exchanges._error_report import budget_report
@@ -84,8 +83,7 @@ def row(kind: str, ranks: int, spec: str, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", action="store_true")
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     table = Table("gradients", "ranks", "codec", "mean/E", "largest/E", "exact", "bits per value")
@@ -98,8 +96,7 @@ def main() -> None:
                 said = (f"{one['mean']:.2f}", f"{one['largest']:.2f}", str(one["exact_means"]))
                 table.add_row(kind, str(ranks), spec, *said, f"{one['bits']:.2f}")
     Console().print(table)
-    if options.save:
-        print(save("budget", rows))
+    keep("budget", rows, options)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ planner use it.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import laconic as lc
-from benchmarks._rows import save
+from benchmarks._rows import command_line, keep
 from laconic.planner import CODECS
 from laconic.planner._probe_cluster import Clock
 from laconic.planner._probe_codecs import Sample, probe_codec
@@ -41,9 +40,8 @@ def rows_of(spec: str, clock: Clock) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)
@@ -58,8 +56,7 @@ def main() -> None:
     for row in rows:
         told = [f"{kind} {row[f'{kind}_us']:6.1f} µs" for kind in ("encode", "decode")]
         print(f"{row['codec']:28} {', '.join(told)}")
-    if options.save:
-        print(f"saved {save(f'codec_starts_{options.device}', rows)}")
+    keep(f"codec_starts_{options.device}", rows, options)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Speed is of fp32 input, on the model's gradient repeated to 2^24 values.
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from scipy import integrate, stats
 from torch import Tensor
 
 import laconic as lc
-from benchmarks._rows import interleaved, quantiles, save
+from benchmarks._rows import command_line, interleaved, keep, quantiles, view
 from examples import digits
 
 SPECS = (
@@ -164,19 +162,16 @@ def measure(models: dict[str, list[Tensor]], runs: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--gradients", type=Path, help=".npz of arrays model/parameter")
     parser.add_argument("--runs", type=int, default=7, help="timed runs; 0 for none")
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     models = {"digits": digits_gradients()}
     if options.gradients:
         models |= load(options.gradients)
     rows = measure(models, options.runs)
-    table = Table(title="bits per value / error (all; per value) / GB/s encode, decode")
-    table.add_column("")
-    for model in models:
-        table.add_column(model, justify="right")
+    title = "bits per value / error (all; per value) / GB/s encode, decode"
+    table = view(title, ("", *models))
     for start in range(0, len(rows), len(models)):
         cells = []
         for row in rows[start : start + len(models)]:
@@ -188,8 +183,7 @@ def main() -> None:
     Console(width=170).print(table)
     for row in theory():
         print(f"{row['name']}: {row['bits']:.2f} bits, {row['nmse']:.4f}")
-    if options.save:
-        print(f"saved {save('codecs', rows + theory())}")
+    keep("codecs", rows + theory(), options)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ buffer; `decode` adds onto an existing tensor (dither included for dqsg).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import laconic as lc
-from benchmarks._rows import interleaved, machine, quantiles, save
+from benchmarks._rows import command_line, interleaved, keep, machine, quantiles, view
 
 SPECS = (
     "qsgd:bits=2,block=512",
@@ -97,23 +95,20 @@ def measure(numel: int, runs: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--numel", type=int, default=1 << 26)
     parser.add_argument("--runs", type=int, default=41)
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     rows = measure(options.numel, options.runs)
-    table = Table(title=f"{options.numel:,} fp32 values, {machine()['threads']} threads")
-    for column in ("", "median ms", "quartiles", "× copy", "× pi-quant add"):
-        table.add_column(column, justify="left" if not column else "right")
+    title = f"{options.numel:,} fp32 values, {machine()['threads']} threads"
+    table = view(title, ("", "median ms", "quartiles", "× copy", "× pi-quant add"))
     for row in rows:
         peer = row["per_piquant_add"]
         spread = f"{row['ms_q1']:.1f}–{row['ms_q3']:.1f}"
         ratio = f"{peer:.2f}" if peer else "–"
         table.add_row(row["name"], f"{row['ms']:.1f}", spread, f"{row['per_copy']:.2f}", ratio)
     Console().print(table)
-    if options.save:
-        print(f"saved {save('cpu', rows)}")
+    keep("cpu", rows, options)
 
 
 if __name__ == "__main__":

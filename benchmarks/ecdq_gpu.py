@@ -8,13 +8,12 @@ check sums and adds onto a target. All is timed as a captured graph: nothing wai
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import torch
 
 import laconic as lc
-from benchmarks._rows import save
+from benchmarks._rows import command_line, keep
 from benchmarks.gpu import milliseconds
 
 SPECS = (
@@ -59,9 +58,8 @@ def rows_of(name: str, x: torch.Tensor, spec: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--numel", type=int, default=1 << 26)
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.ecdq_gpu needs a CUDA device")
@@ -74,8 +72,7 @@ def main() -> None:
             f"{row['name']:11} {row['input']:14} {row['codec']:34} {row['bits']:6.3f} bits "
             f"{row['ms']:8.4f} ms {row['fp32_gb_s']:7.0f} GB/s"
         )
-    if options.save:
-        print(f"saved {save('ecdq_gpu', rows)}")
+    keep("ecdq_gpu", rows, options)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ for decode-accumulate the target twice), over the bandwidth of a device-to-devic
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import triton.testing
 
 import laconic as lc
-from benchmarks._rows import save
+from benchmarks._rows import command_line, keep
 
 SPECS = (
     "qsgd:bits=2,block=512",
@@ -89,9 +88,8 @@ def measure(numel: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--numel", type=int, default=1 << 26)
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu needs a CUDA device; benchmarks.cpu does not")
@@ -101,8 +99,7 @@ def main() -> None:
         print(
             f"{row['name']:11} {row['dtype']:9} {codec:32} {row['ms']:8.4f} ms {row['share']:6.1%}"
         )
-    if options.save:
-        print(f"saved {save('gpu', rows)}")
+    keep("gpu", rows, options)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ as torch's profiler sees them (stream, event and device synchronisation, copies 
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import laconic as lc
-from benchmarks._rows import save
+from benchmarks._rows import command_line, keep
 
 SPECS = (
     "plain DDP",
@@ -80,9 +79,7 @@ def measured(spec: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
+    options = command_line(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
             "nccl", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1
@@ -91,8 +88,7 @@ def main() -> None:
         dist.destroy_process_group()
     for row in rows:
         print(f"{row['strategy']:24} {row['step_ms']:7.2f} ms  waits {row['waits']}")
-    if options.save:
-        save("hook_gpu", rows)
+    keep("hook_gpu", rows, options)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,16 @@ The whole step's share is given, too.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from benchmarks import _fashion
 from benchmarks._network_worker import COMPUTE, FP32
-from benchmarks._rows import save
-from benchmarks.network import launch, measure
-from laconic import lab
+from benchmarks._rows import command_line, keep
+from benchmarks.network import launch, measure, ready
 
 
 def rows_of(rates: list[str]) -> list[dict[str, Any]]:
@@ -54,19 +49,14 @@ def rows_of(rates: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--rates", default="50,100,200,500")
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
-    _fashion.check()
-    if lacking := lab.missing():
-        sys.exit(lacking)
-    torch.set_num_threads(1)
+    ready()
     console, rows = Console(width=120), rows_of(options.rates.split(","))
     for row in rows:
         console.print({name: round(value, 3) for name, value in row.items()})
-    if options.save:
-        console.print(f"saved {save('lab_rate', rows)}")
+    keep("lab_rate", rows, options)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ some steps, when exchanges know how much of their gradients ranks have in common
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +20,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import laconic as lc
 from benchmarks._ranks import Rank, Switch, on_all
-from benchmarks._rows import save
+from benchmarks._rows import command_line, keep, view
 from laconic.comm._context import ExchangeContext, ExchangeMemory
 from laconic.exchanges import Exchange, Hierarchical, pair
 from laconic.exchanges._hierarchical import _TEAMS, _Team
@@ -169,18 +167,14 @@ def measure(values: int, report: Callable[[str], None]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--values", type=int, default=20, help="log2 of values per rank")
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor`", FutureWarning)
     console = Console(width=150)
     rows = measure(options.values, lambda text: console.print(text, style="dim"))
     for kind in KINDS:
-        table = Table(title=f"{kind}: NMSE of the mean (bits out / back)")
-        table.add_column("")
-        for ranks in RANKS:
-            table.add_column(str(ranks), justify="right")
+        table = view(f"{kind}: NMSE of the mean (bits out / back)", ("", *map(str, RANKS)))
         for spec in SPECS:
             found = [row for row in rows if row["pair"] == spec and row["kind"] == kind]
             cells = [
@@ -191,8 +185,7 @@ def main() -> None:
             ]
             table.add_row(spec, *cells)
         console.print(table)
-    if options.save:
-        print(f"saved {save('mean_error', rows)}")
+    keep("mean_error", rows, options)
 
 
 if __name__ == "__main__":

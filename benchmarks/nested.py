@@ -25,7 +25,6 @@ failures.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ from torch import Tensor, nn
 
 import laconic as lc
 from benchmarks import _fashion, accuracy
-from benchmarks._rows import save
+from benchmarks._rows import command_line, keep, save
 from laconic._scratch import Scratch
 from laconic.exchanges._side_information import (
     TOLERANCE,
@@ -305,14 +304,13 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Run all cases, several at a time on a GPU; print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data", type=Path, default=_fashion.FOLDER)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400, help="with a total batch of 200")
     parser.add_argument("--jobs", type=int, default=14, help="processes on a GPU")
     parser.add_argument("--quick", action="store_true", help="few and short runs")
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     work = [
         (case, options.device)
@@ -333,8 +331,7 @@ def main() -> None:
                     if options.save:  # a cut run keeps what it has
                         save("nested", rows)
     _show(rows)
-    if options.save:
-        print(f"saved {save('nested', rows)}")
+    keep("nested", rows, options)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks import _fashion
 from benchmarks._network_worker import ADAMW, COMPUTE, COUNTED, FP16, FP32, SSD, UNITS
-from benchmarks._rows import quantiles, save
+from benchmarks._rows import command_line, keep, quantiles, view
 from laconic import lab
 
 HOSTS = 4
@@ -143,22 +143,11 @@ def table(rate: str, rows: list[dict[str, Any]]) -> Table:
     title = f"{mbit} Mbit/s" + (f", bursts of {burst} KB" if burst else "")
     if rate == LOOPBACK:
         title = "loopback, unshaped"
-    view = Table(title=f"{HOSTS} hosts, {title}; all a step")
-    view.add_column("strategy", no_wrap=True)
-    for name in (
-        "ms",
-        "quartiles",
-        "mean",
-        "times\nfaster",
-        "KB at\nthe link",
-        "KB by\nstats()",
-        "exchange\nms",
-        "of it\nwire ms",
-        "steps",
-    ):
-        view.add_column(name, justify="right")
+    heads = ("strategy", "ms", "quartiles", "mean", "times\nfaster", "KB at\nthe link")
+    heads += ("KB by\nstats()", "exchange\nms", "of it\nwire ms", "steps")
+    found = view(f"{HOSTS} hosts, {title}; all a step", heads)
     for row in rows:
-        view.add_row(
+        found.add_row(
             row["strategy"],
             f"{row['ms']:.1f}",
             f"{row['ms_q1']:.1f}-{row['ms_q3']:.1f}",
@@ -175,7 +164,7 @@ def table(rate: str, rows: list[dict[str, Any]]) -> Table:
             ),
             str(row["steps"]),
         )
-    return view
+    return found
 
 
 def parsed(text: str) -> list[str]:
@@ -189,9 +178,17 @@ def parsed(text: str) -> list[str]:
     return rates
 
 
+def ready(rates: list[str] | None = None) -> None:
+    """Data and a lab are there (or rates need none), and one thread as on the workers: rows say."""
+    _fashion.check()
+    if (lacking := lab.missing()) and set(rates or ()) != {LOOPBACK}:
+        sys.exit(f"{lacking} Without a lab there is still --rates loopback." if rates else lacking)
+    torch.set_num_threads(1)
+
+
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument(
         "--rates",
         type=parsed,
@@ -202,19 +199,12 @@ def main() -> None:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--schedules", action="store_true", help="SSD-SGD instead of codecs")
     kinds.add_argument("--units", action="store_true", help="ecdq with and without optimizer=")
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
-    _fashion.check()
-    lacking = lab.missing()
-    if lacking and set(options.rates) != {LOOPBACK}:
-        sys.exit(f"{lacking} Without a lab there is still --rates loopback.")
-    torch.set_num_threads(1)  # as the workers; the rows name it
+    ready(options.rates)
     console = Console(width=120)
     order = SCHEDULES if options.schedules else IN_UNITS if options.units else ORDER
     rows = measure_all(options.rates, order, options.steps, console)
-    if options.save:
-        name = {SCHEDULES: "schedules", IN_UNITS: "network_units"}.get(order, "network")
-        console.print(f"saved {save(name, rows)}")
+    keep({SCHEDULES: "schedules", IN_UNITS: "network_units"}.get(order, "network"), rows, options)
 
 
 if __name__ == "__main__":

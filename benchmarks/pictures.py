@@ -5,17 +5,15 @@ python -m benchmarks.pictures
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks._bar_plot import bar_plot
 from benchmarks._line_plot import Axis, Series, line_plot
 from benchmarks._race_tables import race_picture
-from benchmarks._rows import RESULTS
+from benchmarks._rows import load
 from benchmarks._step_tracks import track
 from benchmarks._time_plot import time_plot
 from laconic._cost import EncodingError
@@ -28,14 +26,16 @@ _ERROR_TICKS = ((0.001, "1e-3"), (0.01, "0.01"), (0.1, "0.1"), (1.0, "1"))
 _PROBED = "4x100:mlp"  # of the kept probes: four hosts, 100 Mbit/s, 1.9 million parameters
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    """As they were kept."""
-    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+def labels(*values: float) -> list[tuple[float, str]]:
+    """Ticks of an axis."""
+    return [(value, f"{value:g}") for value in values]
 
 
 def probed() -> Probe:
     """What was measured of the cluster before its steps were."""
-    row = next(row for row in rows("predicted") if row["config"] == _PROBED and "probe" in row)
+    row = next(
+        row for row in load("predicted")["rows"] if row["config"] == _PROBED and "probe" in row
+    )
     return Probe.parse(row["probe"])
 
 
@@ -52,7 +52,7 @@ def steps() -> str:
     groups = []
     for rate in ("100", "1000"):
         found: dict[str, float] = {}
-        for row in (*rows("network"), *rows("schedules")):
+        for row in (*load("network")["rows"], *load("schedules")["rows"]):
             if row["rate"] == rate:
                 found.setdefault(row["strategy"], row["mean_ms"])
         groups.append((f"{rate} Mbit/s", [(told, found[name]) for name, told in names.items()]))
@@ -69,7 +69,7 @@ def steps() -> str:
 
 def error_bits(model: str, words: str, longest: float) -> str:
     """Error over bits on one model's gradient."""
-    found = {row["codec"]: row for row in rows("codecs") if row.get("model") == model}
+    found = {row["codec"]: row for row in load("codecs")["rows"] if row.get("model") == model}
 
     def series(name: str, specs: list[str], dash: str = "") -> Series:
         picked = [found[spec] for spec in specs]
@@ -86,7 +86,7 @@ def error_bits(model: str, words: str, longest: float) -> str:
             label="NMSE",
             low=0.008,
             high=6,
-            ticks=((0.01, "0.01"), (0.1, "0.1"), (1, "1")),
+            ticks=labels(0.01, 0.1, 1),
             log=True,
         ),
         series=[
@@ -122,20 +122,12 @@ def exchange_bytes() -> str:
         title="What a worker sends per step",
         description="Megabytes that one worker sends per step of a model of 10 million "
         "parameters, over 2 to 64 workers, both axes logarithmic.",
-        x=Axis(label="workers", low=1.8, high=72, ticks=[(n, str(n)) for n in counts], log=True),
+        x=Axis(label="workers", low=1.8, high=72, ticks=labels(*counts), log=True),
         y=Axis(
             label="MB per worker and step, 10 million parameters",
             low=1.5,
             high=400,
-            ticks=(
-                (2, "2"),
-                (5, "5"),
-                (10, "10"),
-                (20, "20"),
-                (50, "50"),
-                (100, "100"),
-                (200, "200"),
-            ),
+            ticks=labels(2, 5, 10, 20, 50, 100, 200),
             log=True,
         ),
         series=series,
@@ -152,7 +144,7 @@ def error_workers() -> str:
         "ecdq:error=0.08@scatter-reduce": "ecdq:error=0.08",
         "ecdq:error=0.02@scatter-reduce": "ecdq:error=0.02",
     }
-    found = [row for row in rows("mean_error") if row["kind"] == "independent"]
+    found = [row for row in load("mean_error")["rows"] if row["kind"] == "independent"]
     series = [
         Series(
             name=name,
@@ -170,7 +162,7 @@ def error_workers() -> str:
             label="workers, independent gradients",
             low=1.8,
             high=72,
-            ticks=[(n, str(n)) for n in (2, 4, 8, 16, 32, 64)],
+            ticks=labels(2, 4, 8, 16, 32, 64),
             log=True,
         ),
         y=Axis(
@@ -200,7 +192,7 @@ def error_likeness() -> str:
     common = {"independent": 0.0, "half common": 0.5, "identical": 1.0}
     measured = [
         (common[row["kind"]] + (1 - common[row["kind"]]) / row["ranks"], row["nmse"])
-        for row in rows("mean_error")
+        for row in load("mean_error")["rows"]
         if row["pair"] == spec and row["ranks"] in (4, 16, 64) and row["kind"] in common
     ]
     series.append(Series(name="measured (4, 16, 64 workers)", points=measured, dash=None))
@@ -219,7 +211,7 @@ def error_likeness() -> str:
             label="NMSE of the mean",
             low=0.0,
             high=0.1,
-            ticks=((0, "0"), (0.02, "0.02"), (0.04, "0.04"), (0.06, "0.06"), (0.08, "0.08")),
+            ticks=labels(0, 0.02, 0.04, 0.06, 0.08),
         ),
         series=series,
     )
@@ -266,15 +258,7 @@ def rates() -> str:
             low=20,
             high=9000,
             log=True,
-            ticks=(
-                (20, "20"),
-                (50, "50"),
-                (100, "100"),
-                (200, "200"),
-                (500, "500"),
-                (1000, "1000"),
-                (5000, "5000"),
-            ),
+            ticks=labels(20, 50, 100, 200, 500, 1000, 5000),
         ),
         series=series,
         note="An MLP of 1.9 million parameters on four hosts that share two cores.",
@@ -309,7 +293,7 @@ def timelines() -> str:
 
 def budget() -> str:
     """How much of the budget steps really used, by shape of gradients."""
-    found = rows("budget")
+    found = load("budget")["rows"]
     kinds = list(dict.fromkeys(row["kind"] for row in found))
     groups = []
     for heading, field in (("Mean over steps", "mean"), ("Largest single step", "largest")):
@@ -332,7 +316,7 @@ def geometry() -> str:
     """What an error costs AdamW, over bits: one step per tensor, one per run, Adam's own units."""
     found = [
         row
-        for row in rows("geometry")
+        for row in load("geometry")["rows"]
         if (row["optimizer"], row["workers"], row["steps"]) == ("adamw", 3, 250)
         and not row.get("pairs")
     ]
@@ -358,13 +342,13 @@ def geometry() -> str:
             label="bits per value and way",
             low=1.4,
             high=4.3,
-            ticks=[(bits, f"{bits:g}") for bits in (1.5, 2, 2.5, 3, 3.5, 4)],
+            ticks=labels(1.5, 2, 2.5, 3, 3.5, 4),
         ),
         y=Axis(
             label="loss above plain DDP's, %",
             low=-0.5,
             high=2.0,
-            ticks=((-0.5, "-0.5"), (0, "0"), (0.5, "0.5"), (1, "1"), (1.5, "1.5"), (2, "2")),
+            ticks=labels(-0.5, 0, 0.5, 1, 1.5, 2),
         ),
         series=[
             Series(name=name, points=sorted(map(point, names)), dash=dash)

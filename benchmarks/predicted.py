@@ -10,20 +10,17 @@ CNN (0.82 million parameters) and MLPs of 1.9 (mlp) and 5.8 million (wide).
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import _fashion
 from benchmarks._network_worker import FP32
-from benchmarks._rows import save
-from benchmarks.network import ask, measure
+from benchmarks._rows import command_line, keep, view
+from benchmarks.network import ask, measure, ready
 from laconic import lab
 from laconic.planner import Probe, Strategy, predict
 
@@ -91,20 +88,11 @@ def missed(rows: list[dict[str, Any]]) -> float:
 
 def table(config: str, rows: list[dict[str, Any]]) -> Table:
     """One configuration for a terminal."""
-    view = Table(title=f"{config}: the best predicted is {missed(rows):.0%} above the best")
-    view.add_column("strategy", no_wrap=True)
-    for name in (
-        "predicted ms",
-        "measured ms",
-        "quartiles",
-        "off",
-        "limit",
-        "KB predicted",
-        "link",
-    ):
-        view.add_column(name, justify="right")
+    heads = ("strategy", "predicted ms", "measured ms", "quartiles", "off", "limit")
+    title = f"{config}: the best predicted is {missed(rows):.0%} above the best"
+    found = view(title, (*heads, "KB predicted", "link"))
     for row in rows:
-        view.add_row(
+        found.add_row(
             row["strategy"],
             f"{row['predicted_ms']:.1f}",
             f"{row['measured_ms']:.1f}",
@@ -114,7 +102,7 @@ def table(config: str, rows: list[dict[str, Any]]) -> Table:
             f"{row['predicted_bytes'] / 1e3:.0f}",
             f"{row['link_bytes'] / 1e3:.0f}",
         )
-    return view
+    return found
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -133,21 +121,16 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--configs", default=",".join(CONFIGS))
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
-    _fashion.check()
-    if lacking := lab.missing():
-        sys.exit(lacking)
-    torch.set_num_threads(1)  # as the workers; the rows name it
+    ready()
     console, rows = Console(width=130), []
     for config in options.configs.split(","):
         rows += (found := measured(config))
         console.print(table(config, found))
     console.print(summary(rows))
-    if options.save:
-        console.print(f"saved {save('predicted', rows)}")
+    keep("predicted", rows, options)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ graphs. `ratio` compares a row with the same codec unrotated.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import laconic as lc
-from benchmarks._rows import interleaved, quantiles, save
+from benchmarks._rows import command_line, interleaved, keep, quantiles
 
 PLAIN = ("dqsg:bits=4,block=512", "qsgd:bits=4,block=512", "dqsg:bits=8,block=512")
 OTHERS = ("dqsg:bits=4,block=tensor",)  # rotated on their own, then encoded
@@ -80,11 +79,10 @@ def measure(numel: int, runs: int, device: str, dtype: torch.dtype) -> list[dict
 
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--numel", type=int, default=1 << 26)
     parser.add_argument("--runs", type=int, default=21, help="on CUDA, milliseconds of each")
     parser.add_argument("--cuda", action="store_true")
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     torch.manual_seed(0)
     device = "cuda" if options.cuda else "cpu"
@@ -96,8 +94,7 @@ def main() -> None:
             f"{row['name']:10} {row['dtype']:8} {row['codec']:42} {row['ms']:8.4g} ms "
             f"{row['ratio']:5.2f} x"
         )
-    if options.save:
-        print(f"saved {save(f'rotate-{device}', rows)}")
+    keep(f"rotate-{device}", rows, options)
 
 
 if __name__ == "__main__":

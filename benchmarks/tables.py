@@ -5,7 +5,6 @@ python -m benchmarks.tables
 
 from __future__ import annotations
 
-import json
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from benchmarks import _geometry_tables as geometry
 from benchmarks import _planner_tables as planner
 from benchmarks import _training_tables as training
 from benchmarks._race_tables import race_table, race_verdicts
-from benchmarks._rows import RESULTS
+from benchmarks._rows import RESULTS, load, markdown
 from laconic._files import write_whole
 
 DOC = Path(__file__).parent.parent / "docs" / "benchmarks.md"
@@ -116,7 +115,7 @@ rate falling from 0.1 to 0 over 700 steps, until the accuracy on Fashion-MNIST's
 evaluated every 20 steps. SSD without warm-up, with its default local rule. Each strategy has 200
 seconds.
 
-{training.time_to_accuracy(_load("time_to_accuracy")["rows"])}
+{training.time_to_accuracy(load("time_to_accuracy")["rows"])}
 
 Observations: delayed training needs more steps, 660 instead of 540, and still SSD with ecdq is
 first at both rates; at 1 Gbit/s by little, because two cores encode for four workers. One run of
@@ -167,12 +166,12 @@ rules and optimizers of the product, the transport simulated (bitwise equal to r
 seeds). Some settings appear in both commands: minimum and maximum are over all runs, and a seed
 that ran twice counts once.
 
-{training.rules(_load("schedules_gpu")["rows"])}
+{training.rules(load("schedules_gpu")["rows"])}
 
 AdamW on a transformer (4 layers, width 160, characters of Python's standard library), 1,500 steps,
 150 of them warm-up; bits per character of held-out text:
 
-{training.adam(_load("schedules_gpu")["rows"])}
+{training.adam(load("schedules_gpu")["rows"])}
 
 Observations: while it waits, a rank must step as the owners do, including momentum. Rules that make
 plain SGD steps, GLU among them, are slower by a factor of ten at momentum 0.9, and with k = 4 or
@@ -203,7 +202,7 @@ in total, 300 steps, three seeds; means over workers and seeds, the difference t
 Bits are those of codes, scales, checks and headers on the way to the receiver; every 16th step is
 plain.
 
-{training.nested(_load("nested")["rows"])}
+{training.nested(load("nested")["rows"])}
 
 Observations: gradients of different workers have little in common here (correlations of decoded
 values lie between -0.03 and 0.2, also with 1,024 images per worker), so nesting gains little. The
@@ -322,21 +321,16 @@ tensor it is a pass of its own.
 """
 
 
-def _load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
 def _machine(name: str) -> str:
-    info = _load(name)["machine"]
+    info = load(name)["machine"]
     skip = ("date", "cpu") if "gpu" in info else ("date",)
     return f"{info['date']}: " + ", ".join(f"{k} {v}" for k, v in info.items() if k not in skip)
 
 
 def _codecs() -> str:
-    rows = [row for row in _load("codecs")["rows"] if "codec" in row]
+    rows = [row for row in load("codecs")["rows"] if "codec" in row]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    lines = ["| | " + " | ".join([*models, "GB/s, dense", "GB/s, sparse"]) + " |"]
-    lines.append("|---" * (len(models) + 3) + "|")
+    head, lines = f"| | {' | '.join([*models, 'GB/s, dense', 'GB/s, sparse'])} |", []
     for start in range(0, len(rows), len(models)):
         found = {row["model"]: row for row in rows[start : start + len(models)]}
         cells = []
@@ -346,22 +340,21 @@ def _codecs() -> str:
         for model in ("transformer", "cnn"):
             row = found.get(model)
             cells.append(f"{row['encode_gbs']:.1f} / {row['decode_gbs']:.1f}" if row else "")
-        lines.append(f"| `{rows[start]['codec']}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([f"`{rows[start]['codec']}`", *cells])
+    return markdown(head, lines)
 
 
 def _network() -> str:
-    rows = _load("network")["rows"]
+    rows = load("network")["rows"]
     rates = list(dict.fromkeys(row["rate"] for row in rows))
-    lines = ["| | " + " | ".join(_rate(rate) for rate in rates) + " |"]
-    lines.append("|---" * (len(rates) + 1) + "|")
+    lines = []
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         cells = [
             _step([r for r in rows if (r["strategy"], r["rate"]) == (strategy, rate)])
             for rate in rates
         ]
-        lines.append(f"| {strategy} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([strategy, *cells])
+    return markdown(f"| | {' | '.join(map(_rate, rates))} |", lines)
 
 
 def _rate(rate: str) -> str:
@@ -389,73 +382,67 @@ def _step(rows: list[dict[str, Any]]) -> str:
 
 
 def _schedules() -> str:
-    rows = _load("schedules")["rows"]
+    rows = load("schedules")["rows"]
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     base = {rate: next(row for row in rows if row["rate"] == rate) for rate in rates}
-    lines = ["| | " + " | ".join(f"{_rate(rate)} | bytes" for rate in rates) + " |"]
-    lines.append("|---" * (2 * len(rates) + 1) + "|")
+    head, lines = f"| | {' | '.join(f'{_rate(rate)} | bytes' for rate in rates)} |", []
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         cells = []
         for rate in rates:
             row = next(r for r in rows if (r["strategy"], r["rate"]) == (strategy, rate))
             share = row["link_bytes"] / base[rate]["link_bytes"]
             cells.append(f"{row['mean_ms']:.0f} ms | {share:.3f}")
-        lines.append(f"| {strategy} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([strategy, *cells])
+    return markdown(head, lines)
 
 
 def _accuracy() -> str:
-    rows = _load("accuracy")["rows"]
-    lines = ["| | test accuracy: mean (minimum to maximum) | fewer bytes |", "|---|---|---|"]
+    rows = load("accuracy")["rows"]
+    lines = []
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         found = [row for row in rows if row["strategy"] == strategy]
         got = [100 * row["accuracy"] for row in found]
         ratio = sum(row["fewer_bytes"] for row in found) / len(found)
         mean = sum(got) / len(got)
-        lines.append(
-            f"| {strategy} | {mean:.2f} ({min(got):.2f} to {max(got):.2f}) | {ratio:.1f} |"
-        )
-    return "\n".join(lines)
+        spread = f"{mean:.2f} ({min(got):.2f} to {max(got):.2f})"
+        lines.append([strategy, spread, f"{ratio:.1f}"])
+    return markdown("| | test accuracy: mean (minimum to maximum) | fewer bytes |", lines)
 
 
 def _hook_gpu() -> str:
-    rows = _load("hook_gpu")["rows"]
+    rows = load("hook_gpu")["rows"]
     base = rows[0]
-    lines = ["| | step, ms | over plain DDP | waits more than plain |", "|---|---|---|---|"]
+    lines = []
     for row in rows:
         ratio, more = row["step_ms"] / base["step_ms"], row["waits"] - base["waits"]
-        lines.append(f"| {row['strategy']} | {row['step_ms']:.1f} | {ratio:.3f} | {more} |")
-    return "\n".join(lines)
+        lines.append([row["strategy"], f"{row['step_ms']:.1f}", f"{ratio:.3f}", more])
+    return markdown("| | step, ms | over plain DDP | waits more than plain |", lines)
 
 
 def _mean_error() -> str:
-    rows = {(row["pair"], row["kind"], row["ranks"]): row for row in _load("mean_error")["rows"]}
+    rows = {(row["pair"], row["kind"], row["ranks"]): row for row in load("mean_error")["rows"]}
     kinds = list(dict.fromkeys(key[1] for key in rows))
     counts = list(dict.fromkeys(key[2] for key in rows))
     most = counts[-1]
     columns = [*((kinds[0], n) for n in counts), *((kind, most) for kind in kinds[1:])]
     names = [f"{n} ranks" for n in counts] + [f"{most}, {kind}" for kind in kinds[1:]]
-    lines = ["| | " + " | ".join([*names, *(f"bits, {k}" for k in kinds)]) + " |"]
-    lines.append("|---" * (len(names) + len(kinds) + 1) + "|")
+    head, lines = f"| | {' | '.join([*names, *(f'bits, {k}' for k in kinds)])} |", []
     for pair in dict.fromkeys(key[0] for key in rows):
         found = [rows[pair, kind, n]["nmse"] for kind, n in columns]
         cells = ["–" if nmse is None else _digits(nmse) for nmse in found]
         for kind in kinds:
             row = rows[pair, kind, most]
             cells.append(f"{row['bits_out']:.2f} / {row['bits_back']:.2f}")
-        lines.append(
-            f"| `{pair.removesuffix(', κ')}`{', κ' * pair.endswith(', κ')} | "
-            + " | ".join(cells)
-            + " |"
-        )
-    return "\n".join(lines)
+        known = ", κ" * pair.endswith(", κ")
+        lines.append([f"`{pair.removesuffix(', κ')}`{known}", *cells])
+    return markdown(head, lines)
 
 
 def _budget() -> str:
-    rows = _load("budget")["rows"]
+    rows = load("budget")["rows"]
     specs = list(dict.fromkeys(row["spec"] for row in rows))
     columns = [f"`{spec}` | bits" for spec in specs]
-    lines = [f"| | {' | '.join(columns)} | exact means |", "|---" * (2 * len(specs) + 2) + "|"]
+    lines = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         cells = []
         for spec in specs:
@@ -467,19 +454,19 @@ def _budget() -> str:
             bits = max(found, key=itemgetter("ranks"))["bits"]
             cells.append(f"{mean:.0%} / {largest:.0%} | {bits:.2f}")
         exact = sum(row["exact_means"] for row in rows if row["kind"] == kind)
-        lines.append(f"| {kind.replace('_', ' ')} | {' | '.join(cells)} | {exact} |")
-    return "\n".join(lines)
+        lines.append([kind.replace("_", " "), *cells, exact])
+    return markdown(f"| | {' | '.join(columns)} | exact means |", lines)
 
 
 def _budget_steps() -> str:
-    return " or ".join(sorted({str(row["steps"]) for row in _load("budget")["rows"]}, key=int))
+    return " or ".join(sorted({str(row["steps"]) for row in load("budget")["rows"]}, key=int))
 
 
 def _units() -> str:
     """A section of its own, once there are rows."""
     if not (RESULTS / "geometry.json").exists():
         return ""
-    rows = _load("geometry")["rows"]
+    rows = load("geometry")["rows"]
     return f"""## Units of the optimizer
 
 `python -m benchmarks.geometry --device {rows[0]["device"]} --save`, {_machine("geometry")}. A
@@ -525,20 +512,17 @@ Observations:
 
 
 def _verify() -> str:
-    rows = [row for row in _load("verify")["rows"] if "verify" in row]
-    lines = [
-        "| | wall, none | wall, sum | processor, none | processor, sum |",
-        "|---|---|---|---|---|",
-    ]
+    rows = [row for row in load("verify")["rows"] if "verify" in row]
+    lines = []
     for none, checked in zip(rows[::2], rows[1::2], strict=True):
         name = f"`{none['pair']}`" if "pair" in none else f"a step with `{none['step']}`"
         cells = [f"{row[key]:.1f}" for key in ("ms", "cpu_ms") for row in (none, checked)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([name, *cells])
+    return markdown("| | wall, none | wall, sum | processor, none | processor, sum |", lines)
 
 
 def _check_us() -> str:
-    return f"{_load('verify')['rows'][-1]['check_us']:.0f}"
+    return f"{load('verify')['rows'][-1]['check_us']:.0f}"
 
 
 def _digits(nmse: float) -> str:
@@ -549,18 +533,16 @@ def _at_64(pair: str) -> str:
     """Error and bits, the larger of out and back, of independent gradients."""
     (row,) = (
         row
-        for row in _load("mean_error")["rows"]
+        for row in load("mean_error")["rows"]
         if (row["pair"], row["kind"], row["ranks"]) == (pair, "independent", 64)
     )
     return f"{row['nmse']:.4f} at {max(row['bits_out'], row['bits_back']):.1f}"
 
 
 def _theory() -> str:
-    lines = ["| | bits | NMSE |", "|---|---|---|"]
-    for row in _load("codecs")["rows"]:
-        if "name" in row:
-            lines.append(f"| {row['name']} | {row['bits']:.2f} | {row['nmse']:.4f} |")
-    return "\n".join(lines)
+    found = [row for row in load("codecs")["rows"] if "name" in row]
+    lines = [[row["name"], f"{row['bits']:.2f}", f"{row['nmse']:.4f}"] for row in found]
+    return markdown("| | bits | NMSE |", lines)
 
 
 def _short(value: float) -> str:
@@ -570,56 +552,49 @@ def _short(value: float) -> str:
 
 
 def _cpu() -> str:
-    lines = ["| | ms | quartiles | × copy | × pi-quant add |", "|---|---|---|---|---|"]
-    for row in _load("cpu")["rows"]:
+    lines = []
+    for row in load("cpu")["rows"]:
         spread = f"{row['ms_q1']:.1f}–{row['ms_q3']:.1f}"
         peer = row["per_piquant_add"]
         ratio = f"{peer:.2f}" if peer and "decode" in row["name"] else ""
-        lines.append(
-            f"| {row['name']} | {row['ms']:.1f} | {spread} | {row['per_copy']:.2f} | {ratio} |"
-        )
-    return "\n".join(lines)
+        lines.append([row["name"], f"{row['ms']:.1f}", spread, f"{row['per_copy']:.2f}", ratio])
+    return markdown("| | ms | quartiles | × copy | × pi-quant add |", lines)
 
 
 def _gpu(dtype: str) -> str:
-    rows = [row for row in _load("gpu")["rows"] if row["dtype"] == dtype]
-    lines = [f"| {dtype} | encode ms | share | decode-add ms | share |", "|---|---|---|---|---|"]
-    lines.append(f"| device copy | {rows[0]['ms']:.4f} | | | |")
+    rows = [row for row in load("gpu")["rows"] if row["dtype"] == dtype]
+    lines = [[f"device copy | {rows[0]['ms']:.4f} | | |"]]
     for encode, decode in zip(rows[1::2], rows[2::2], strict=True):
         cells = [f"{row['ms']:.4f} | {row['share']:.0%}" for row in (encode, decode)]
-        lines.append(f"| {encode['codec']} | {cells[0]} | {cells[1]} |")
-    return "\n".join(lines)
+        lines.append([encode["codec"], *cells])
+    return markdown(f"| {dtype} | encode ms | share | decode-add ms | share |", lines)
 
 
 def _ecdq_gpu() -> str:
-    rows = _load("ecdq_gpu")["rows"]
-    lines = ["| values | codec | bits | encode ms | GB/s | decode-add ms | GB/s |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    rows = load("ecdq_gpu")["rows"]
+    lines = []
     for encode, decode in zip(rows[::2], rows[1::2], strict=True):
         cells = [f"{row['ms']:.3f} | {row['fp32_gb_s']:.0f}" for row in (encode, decode)]
-        lines.append(
-            f"| {encode['input']} | `{encode['codec']}` | {encode['bits']:.2f} | "
-            f"{cells[0]} | {cells[1]} |"
-        )
-    return "\n".join(lines)
+        lines.append([encode["input"], f"`{encode['codec']}`", f"{encode['bits']:.2f}", *cells])
+    return markdown("| values | codec | bits | encode ms | GB/s | decode-add ms | GB/s |", lines)
 
 
 def _rotate() -> str:
     found = {
         (row["codec"], row["device"], row["dtype"], row["name"]): row["ratio"]
         for name in ("rotate-cpu", "rotate-cuda")
-        for row in _load(name)["rows"]
+        for row in load(name)["rows"]
         if row["codec"].startswith("rotate")
     }
     places = (("cpu", "float32"), ("cuda", "float32"), ("cuda", "bfloat16"))
-    lines = ["| encode / decode-add | CPU | GPU | GPU, bfloat16 |", "|---|---|---|---|"]
+    lines = []
     for codec in dict.fromkeys(key[0] for key in found):
         cells = []
         for place in places:
             pair = [found.get((codec, *place, way)) for way in ("encode", "decode-add")]
             cells.append(" / ".join(f"{ratio:.2f}" if ratio else "–" for ratio in pair))
-        lines.append(f"| `{codec}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([f"`{codec}`", *cells])
+    return markdown("| encode / decode-add | CPU | GPU | GPU, bfloat16 |", lines)
 
 
 def readme() -> str:
@@ -637,7 +612,7 @@ def readme() -> str:
 
 def _loopback() -> str:
     """What compression costs where there is nothing to gain."""
-    rows = [row for row in _load("network")["rows"] if row["rate"] == "loopback"]
+    rows = [row for row in load("network")["rows"] if row["rate"] == "loopback"]
     skipped = ("compute alone", "fp32 (no hook)")
     ratios = [1 / row["times_faster"] for row in rows if row["strategy"] not in skipped]
     return (
@@ -649,24 +624,21 @@ def _loopback() -> str:
 
 
 def _summary() -> str:
-    cpu = {row["name"]: row["per_copy"] for row in _load("cpu")["rows"]}
+    cpu = {row["name"]: row["per_copy"] for row in load("cpu")["rows"]}
     gpu = {
         (row["codec"], row["dtype"], row["name"]): row["share"]
-        for row in _load("gpu")["rows"]
+        for row in load("gpu")["rows"]
         if "codec" in row
     }
-    lines = [
-        "| encode / decode-add | CPU: time over a memory copy | "
-        "H200: share of a copy's bandwidth | H200, bfloat16 |",
-        "|---|---|---|---|",
-    ]
+    head = "| encode / decode-add | CPU: time over a memory copy | "
+    head, lines = head + "H200: share of a copy's bandwidth | H200, bfloat16 |", []
     for spec in _SHOWN:
         cells = [f"{cpu[f'encode {spec}']:.2f} / {cpu[f'decode {spec}']:.2f}"]
         for dtype in ("float32", "bfloat16"):
             encode, decode = (gpu[spec, dtype, name] for name in ("encode", "decode-add"))
             cells.append(f"{encode:.0%} / {decode:.0%}")
-        lines.append(f"| `{spec}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([f"`{spec}`", *cells])
+    return markdown(head, lines)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ SSD what is under way is waited for before it, and that is.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from rich.table import Table
 
 from benchmarks import _fashion
 from benchmarks._network_worker import FP16, FP32
-from benchmarks._rows import save
+from benchmarks._rows import command_line, save, view
 from laconic import lab
 
 HOSTS, EVERY, MOST = 4, 20, 700
@@ -53,11 +52,10 @@ def reach(run: lab.Run, strategy: str, goal: float, seconds: float) -> dict[str,
 
 def main() -> None:
     """Run all, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--rates", default="100,1000")
     parser.add_argument("--goal", type=float, default=0.88)
     parser.add_argument("--seconds", type=float, default=600.0, help="the most for a strategy")
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     _fashion.check()
     console, rows = Console(), []
@@ -81,14 +79,13 @@ def main() -> None:
 
 def table(rate: str, rows: list[dict[str, Any]]) -> Table:
     """One rate's rows for a terminal."""
-    view = Table(title=f"{HOSTS} hosts, {rate} Mbit/s")
-    for name in ("strategy", "seconds", "steps", "ms per step", "accuracy"):
-        view.add_column(name, justify="left" if name == "strategy" else "right")
+    heads = ("strategy", "seconds", "steps", "ms per step", "accuracy")
+    found = view(f"{HOSTS} hosts, {rate} Mbit/s", heads)
     for row in rows:
         spent = f"{row['seconds']:.1f}" if row["reached"] else f"not in {row['seconds']:.0f}"
         ms, right = f"{row['step_ms']:.0f}", f"{row['accuracy']:.4f}"
-        view.add_row(row["strategy"], spent, str(row["steps"]), ms, right)
-    return view
+        found.add_row(row["strategy"], spent, str(row["steps"]), ms, right)
+    return found
 
 
 if __name__ == "__main__":

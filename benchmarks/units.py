@@ -9,14 +9,13 @@ turns, and rows are medians; on CUDA times of passes are those of captured graph
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import laconic as lc
-from benchmarks._rows import save
+from benchmarks._rows import command_line, keep
 from benchmarks.rotate import on_cpu, on_cuda
 from laconic.exchanges._preconditioner import Preconditioner
 
@@ -76,11 +75,10 @@ def on_cuda_waiting(work: Work, runs: int) -> dict[tuple[str, str], dict[str, An
 
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--numel", type=int, default=2**25)
     parser.add_argument("--runs", type=int, default=11)
     parser.add_argument("--cuda", action="store_true")
-    parser.add_argument("--save", action="store_true", help="keep under benchmarks/results")
     options = parser.parse_args()
     steps, seldom = work_of(options.numel, "cuda" if options.cuda else "cpu")
     if options.cuda:
@@ -93,8 +91,7 @@ def main() -> None:
     ]
     for row in rows:
         print(f"{row['name']:10} {row['codec']:16} {row['ms']:.2f} ms")
-    if options.save:
-        print(f"saved {save('units-cuda' if options.cuda else 'units-cpu', rows)}")
+    keep("units-cuda" if options.cuda else "units-cpu", rows, options)
 
 
 if __name__ == "__main__":

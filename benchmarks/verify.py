@@ -12,7 +12,6 @@ exchange.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -27,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
-from benchmarks._rows import quantiles, save
+from benchmarks._rows import command_line, keep, quantiles
 from laconic._scratch import Scratch
 from laconic.comm._context import ExchangeContext, Traffic
 from laconic.comm._frame import FRAME_BYTES
@@ -156,9 +155,8 @@ def _rank(rank: int, store: str, rounds: int, results: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What check sums of messages cost.")
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/verify.json")
     options = parser.parse_args()
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
@@ -175,8 +173,7 @@ def main() -> None:
         )
     rows.append(check_row())
     print(f"a check of 1 MiB: {rows[-1]['check_us']:.0f} µs")
-    if options.save:
-        print(f"saved {save('verify', rows)}")
+    keep("verify", rows, options)
 
 
 if __name__ == "__main__":
