@@ -96,7 +96,7 @@ def markdown(head: str, rows: Iterable[Sequence[object]]) -> str:
 def view(title: str, columns: Sequence[str]) -> Table:
     """A table of a terminal: names on the left, numbers on the right."""
     table = Table(title=title)
-    table.add_column(columns[0], no_wrap=True)
+    table.add_column(columns[0])
     for name in columns[1:]:
         table.add_column(name, justify="right")
     return table

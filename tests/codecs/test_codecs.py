@@ -1,9 +1,10 @@
-"""The contract of every codec: shapes, types, error bounds, lengths, odd inputs, clear refusals."""
+"""Beyond what check_codec asks of every codec: error bounds, lengths, odd inputs, refusals."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -134,6 +135,7 @@ def test_every_codec_is_tested_here() -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_round_trip_keeps_shape_dtype_and_error_bound(spec: str, dtype: torch.dtype) -> None:
     codec = lc.codec(spec)
+    assert codec.nbytes(0, dtype) == 64
     for numel in SIZES:
         x = gaussian(numel, seed=numel).to(dtype)
         wire = codec.encode(x, KEY)
@@ -141,9 +143,10 @@ def test_round_trip_keeps_shape_dtype_and_error_bound(spec: str, dtype: torch.dt
         assert y.shape == x.shape and y.dtype == dtype
         assert_within_bound(codec, x, y, numel)
         most = codec.nbytes(numel, dtype)
-        assert wire.data.numel() == wire.nbytes
         assert wire.nbytes <= most if wire.header.coder else wire.nbytes == most
-        assert wire.data.dtype == torch.uint8 and wire.data.is_contiguous()
+        assert wire.data.is_contiguous()
+    zeros = -torch.zeros(1000, dtype=dtype)
+    assert not decode(codec, codec.encode(zeros, KEY), zeros).any()
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -156,16 +159,6 @@ def test_odd_blocks(spec: str, block: str) -> None:
         x = (gaussian(numel, seed=numel) * torch.arange(1, numel + 1).pow(0.7)).to(dtype)
         y = decode(codec, codec.encode(x, KEY), x)
         assert_within_bound(codec, x, y, (numel, dtype))
-
-
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7), (2, 0, 3), (0,)])
-def test_any_shape(spec: str, shape: tuple[int, ...]) -> None:
-    codec = lc.codec(spec)
-    x = gaussian(math.prod(shape)).view(shape)
-    y = decode(codec, codec.encode(x, KEY), x)
-    assert y.shape == x.shape
-    assert_within_bound(codec, x, y)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -216,27 +209,7 @@ def test_lengths(spec: str, numel: int, body: int) -> None:
     assert codec.encode(gaussian(numel), KEY).data.numel() == 64 + body
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_an_empty_wire_is_a_header(spec: str) -> None:
-    assert lc.codec(spec).nbytes(0) == 64
-
-
-def test_none_is_as_long_as_its_dtype() -> None:
-    assert [lc.Uncompressed().nbytes(10, dtype) - 64 for dtype in DTYPES] == [40, 20, 20]
-
-
 # --- special values ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", SPECS)
-def test_zeros_decode_to_zeros(spec: str, dtype: torch.dtype) -> None:
-    codec = lc.codec(spec)
-    for numel in (1, 128, 1000):
-        x = torch.zeros(numel, dtype=dtype)
-        y = decode(codec, codec.encode(x, KEY), x)
-        assert not y.any() and y.isfinite().all()
-        assert not decode(codec, codec.encode(-x, KEY), -x).any()
 
 
 @pytest.mark.parametrize("spec", BLOCKWISE)
@@ -386,38 +359,6 @@ def test_strides_and_gradient_history_do_not_matter(spec: str) -> None:
     )
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_encoding_leaves_its_input_alone(spec: str) -> None:
-    x = gaussian(1000)
-    codec = lc.codec(spec)
-    wire = codec.encode(x, KEY)
-    assert_same_bits(x, gaussian(1000))
-    before = wire.data.clone()
-    decode(codec, wire, x)
-    assert_same_bits(wire.data, before)
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_the_same_key_gives_the_same_bytes(spec: str) -> None:
-    """Whatever the memory held before: no byte of a wire may be left unwritten."""
-    codec = lc.codec(spec)
-    for numel in (1, 100, 1000):
-        x = gaussian(numel)
-        buffers = [torch.full((codec.nbytes(numel),), fill, dtype=torch.uint8) for fill in (0, 255)]
-        wires = [codec.encode(x, KEY, out=buffer) for buffer in buffers]
-        assert_same_bits(wires[0].data, wires[1].data)
-        assert_same_bits(codec.encode(x, KEY).data, wires[0].data)
-
-
-@pytest.mark.parametrize("field", ["seed", "step", "tensor", "rank", "phase"])
-@pytest.mark.parametrize("spec", [s for s in SPECS if s not in DETERMINISTIC])
-def test_every_field_of_the_key_changes_the_bytes(spec: str, field: str) -> None:
-    codec = lc.codec(spec)
-    x = gaussian(1000)
-    first, second = (codec.encode(x, lc.Key(**{field: value})) for value in (0, 1))
-    assert not torch.equal(first.data, second.data)
-
-
 # --- out=, add=, weight= -------------------------------------------------------------------
 
 
@@ -488,31 +429,14 @@ def test_weight_multiplies_in_fp32(spec: str, dtype: torch.dtype) -> None:
     assert_same_bits(quarter, once / 4)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_weighted_sum_of_wires_is_their_mean(spec: str) -> None:
-    """What an exchange does: add n decodes, weight 1/n each."""
-    codec = lc.codec(spec)
-    xs = [gaussian(1000, seed=rank) for rank in range(3)]
-    wires = [codec.encode(x, lc.Key(rank=rank)) for rank, x in enumerate(xs)]
-    out = torch.zeros(1000)
-    for wire, x in zip(wires, xs, strict=True):
-        decode(codec, wire, x, out=out, add=True, weight=1 / 3)
-    mean = sum(decode(codec, wire, x) for wire, x in zip(wires, xs, strict=True)) / 3
-    torch.testing.assert_close(out, mean, rtol=1e-5, atol=1e-5)
-
-
 # --- refusals ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.float64])
 @pytest.mark.parametrize("spec", lc.codecs())
-def test_other_dtypes_are_refused_with_a_sentence(spec: str, dtype: torch.dtype) -> None:
+def test_other_tensors_are_refused_with_a_sentence(spec: str, dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match="float32, float16 or bfloat16 tensors, not torch"):
         lc.codec(spec).encode(torch.ones(10, dtype=dtype), KEY)
-
-
-@pytest.mark.parametrize("spec", lc.codecs())
-def test_sparse_tensors_are_refused_with_a_sentence(spec: str) -> None:
     with pytest.raises(TypeError, match="dense tensors"):
         lc.codec(spec).encode(torch.eye(3).to_sparse(), KEY)
 
@@ -607,25 +531,18 @@ def test_bad_settings_say_what_is_allowed(spec: str, says: str) -> None:
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize("thing", [5, None, ["qsgd"]])
-def test_a_codec_is_named_by_text(thing: object) -> None:
-    with pytest.raises(lc.ConfigError, match="named by a spec"):
-        lc.codec(thing)  # pyright: ignore[reportArgumentType]
-
-
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: lc.QSGD(bits=True),
-        lambda: lc.QSGD(levels=True),
-        lambda: lc.QSGD(block=True),
+        *(lambda thing=thing: lc.codec(thing) for thing in (5, None, ["qsgd"])),
+        *(lambda name=name: lc.QSGD(**{name: True}) for name in ("bits", "levels", "block")),
         lambda: lc.NDQSG(levels=True),
         lambda: lc.Global(bits=8, levels=True),
         lambda: lc.GlobalExp(bits=True),
     ],
 )
-def test_true_is_no_number(make) -> None:
-    with pytest.raises(lc.ConfigError):
+def test_things_of_other_types_are_refused(make: Callable[[], lc.Codec]) -> None:
+    with pytest.raises(lc.ConfigError, match="named by a spec|integer|bits must be one of"):
         make()
 
 
