@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from queue import Queue
 from typing import Any, TypeVar
 
@@ -18,6 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.futures import Future
+
+import laconic as lc
+from laconic._scratch import Scratch
+from laconic.comm._context import ExchangeContext, Traffic
+from laconic.exchanges import Exchange, Hierarchical, pair
+from laconic.exchanges._hierarchical import _TEAMS, _Team
 
 Result = TypeVar("Result")
 _PATIENCE_S = 300.0
@@ -149,3 +157,84 @@ def on_all(switches: Iterable[Switch], work: Sequence[Callable[[], Result]]) -> 
     if errors:
         raise errors[0]
     return results
+
+
+@dataclass
+class World:
+    """Some ranks in memory, and what each remembers."""
+
+    spec: str
+    size: int
+    nodes: tuple[tuple[int, ...], ...] = ()
+    memories: list[lc.ExchangeMemory] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)
+    far: list[Rank] = field(default_factory=list)  # of nodes: as they are in groups across
+
+    def __post_init__(self) -> None:
+        self.codec, self.way = pair(self.spec)
+        self.switches = [Switch(self.size)]
+        self.ranks = [Rank(self.switches[0], i) for i in range(self.size)]
+        self.all_ranks = list(self.ranks)
+        if self.nodes:
+            self._apart()
+        self.memories = self.memories or [lc.ExchangeMemory() for _ in self.ranks]
+        self.traffic = [Traffic() for _ in self.ranks]
+        self.scratch = [Scratch() for _ in self.ranks]
+
+    def _apart(self) -> None:
+        """Groups inside nodes and across, as `prepare` would make them."""
+        wide = len(self.nodes[0])
+        inside = [Switch(wide) for _ in self.nodes]
+        across = [Switch(len(self.nodes)) for _ in range(wide)]
+        for i, rank in enumerate(self.ranks):
+            near, far = Rank(inside[i // wide], i % wide), Rank(across[i % wide], i // wide)
+            _TEAMS[rank] = {self.nodes: _Team(len(self.nodes), wide, near, far)}
+            self.all_ranks += [near, far]
+            self.far.append(far)
+        self.switches += inside + across
+        self.way: Exchange = Hierarchical(nodes=self.nodes)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        for rank in self.all_ranks:
+            rank.leave()
+
+    def calls(self, parts: Sequence[int], step: int, seed: int = 0) -> list[ExchangeContext]:
+        places = tuple(
+            lc.Place(parameter=i, start=0, numel=numel, total=numel)
+            for i, numel in enumerate(parts)
+        )
+        each = zip(self.ranks, self.memories, self.scratch, self.traffic, strict=True)
+        return [
+            ExchangeContext(
+                group=rank,
+                seed=seed,
+                step=step,
+                places=places,
+                memory=memory,
+                scratch=scratch,
+                traffic=traffic,
+            )
+            for rank, memory, scratch, traffic in each
+        ]
+
+    def mean(self, xs: Sequence[Tensor], parts: Sequence[int], step: int, seed: int = 0) -> Tensor:
+        """What all ranks end with: the same bits."""
+        results = [x.clone() for x in xs]
+        for rank in self.all_ranks:
+            rank.out_bytes = rank.back_bytes = 0.0
+        calls = self.calls(parts, step, seed)
+        work = [
+            partial(self.way.mean, x, self.codec, context)
+            for x, context in zip(results, calls, strict=True)
+        ]
+        on_all(self.switches, work)
+        words = [x.view(torch.uint8) for x in results]
+        assert all(torch.equal(words[0], other) for other in words), f"{self.spec}: ranks differ"
+        return results[0]
+
+    @property
+    def sent(self) -> int:
+        return self.traffic[0].sent_bytes

@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch import Tensor
 
+import laconic as lc
 from laconic._files import write_whole
 from laconic._host import processor
 
 RESULTS = Path(__file__).parent / "results"
+Work = dict[str, Callable[[], object]]
 
 
 def machine() -> dict[str, Any]:
@@ -53,6 +56,26 @@ def interleaved(work: Mapping[str, Callable[[], object]], runs: int) -> dict[str
             function()
             seconds[name].append(time.perf_counter() - start)
     return seconds
+
+
+def milliseconds(work: Callable[[], object], rep: int = 60) -> float:
+    """Median time on the device, of a captured graph: any wait for the host would fail here."""
+    import triton.testing
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return triton.testing.do_bench_cudagraph(work, rep=rep, return_mode="median")
+
+
+def codec_work(spec: str, x: Tensor, target: Tensor) -> tuple[lc.Wire, Work]:
+    """A wire, encoding into it, and decoding it onto an existing tensor."""
+    codec, key = lc.codec(spec), lc.Key(seed=1)
+    norm = x.abs().max().float() if spec.startswith("global") else None
+    side = x if spec.startswith("ndqsg") else None
+    wire = codec.encode(x, key, norm=norm)
+    return wire, {
+        "encode": lambda: codec.encode(x, key, norm=norm, out=wire),
+        "decode-add": lambda: codec.decode(wire, side=side, out=target, add=True),
+    }
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:

@@ -10,7 +10,6 @@ value, both ways together, over 2(n-1)/n of the values.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-import laconic as lc
 from benchmarks._gradients import KINDS, gradients
-from benchmarks._ranks import Rank, Switch, on_all
+from benchmarks._ranks import World
 from benchmarks._rows import command_line, keep
-from laconic.comm._context import ExchangeContext, Traffic
-from laconic.exchanges import pair
 from laconic.exchanges._error_report import budget_report
 
 RANKS = (2, 3, 5, 8)
@@ -45,30 +41,17 @@ def words(ranks: int, step: int) -> list[Tensor]:
 
 def row(kind: str, ranks: int, spec: str, steps: int) -> dict[str, Any]:
     """Some steps of one run."""
-    codec, way = pair(spec)
-    switch = Switch(ranks)
-    members = [Rank(switch, rank) for rank in range(ranks)]
-    memories = [lc.ExchangeMemory() for _ in members]
-    traffic = [Traffic() for _ in members]
     errors, values = [], 0
-    for step in range(steps):
-        given = words(ranks, step) if kind == WORDS else gradients(kind, ranks, step)
-        xs = [x.flatten() for x in given]
-        exact = torch.stack([x.double() for x in xs]).mean(0)
-        values += exact.numel()
-        place = lc.Place(parameter=0, start=0, numel=exact.numel(), total=exact.numel())
-        work = []
-        for member, memory, own, x in zip(members, memories, traffic, xs, strict=True):
-            context = ExchangeContext(
-                group=member, step=step, places=(place,), memory=memory, traffic=own
-            )
-            work.append(partial(way.mean, x, codec, context))
-        on_all([switch], work)
-        errors.append(float((xs[0].double() - exact).square().sum() / exact.square().sum()))
-    for member in members:
-        member.leave()
-    report, budget = budget_report(memories[0]), codec.budget or 0.0
-    sent = sum(own.sent_bytes for own in traffic) / ranks
+    with World(spec, ranks) as world:
+        for step in range(steps):
+            given = words(ranks, step) if kind == WORDS else gradients(kind, ranks, step)
+            xs = [x.flatten() for x in given]
+            exact = torch.stack([x.double() for x in xs]).mean(0)
+            values += exact.numel()
+            found = world.mean(xs, [exact.numel()], step).double()
+            errors.append(float((found - exact).square().sum() / exact.square().sum()))
+    report, budget = budget_report(world.memories[0]), world.codec.budget or 0.0
+    sent = sum(own.sent_bytes for own in world.traffic) / ranks
     return {
         "kind": kind,
         "ranks": ranks,

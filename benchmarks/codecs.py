@@ -23,7 +23,7 @@ from scipy import integrate, stats
 from torch import Tensor
 
 import laconic as lc
-from benchmarks._rows import command_line, interleaved, keep, quantiles, view
+from benchmarks._rows import codec_work, command_line, interleaved, keep, quantiles, view
 from examples import digits
 
 SPECS = (
@@ -92,16 +92,10 @@ def speed(codec: lc.Codec, matrices: list[Tensor], runs: int) -> dict[str, float
     """GB/s of fp32 input, encode and decode-accumulate."""
     x = torch.cat(matrices)
     x = x.repeat(math.ceil(_TIMED / x.numel()))[:_TIMED].clone()
-    key, target = lc.Key(seed=1), torch.zeros(_TIMED)
-    wire = codec.encode(x, key)
-    taken = interleaved(
-        {
-            "encode": lambda: codec.encode(x, key, out=wire),
-            "decode": lambda: codec.decode(wire, out=target, add=True),
-        },
-        runs,
-    )
-    return {f"{way}_gbs": 4e-6 * _TIMED / quantiles(taken[way])["ms"] for way in taken}
+    _, work = codec_work(str(codec), x, torch.zeros(_TIMED))
+    taken = {name: quantiles(found)["ms"] for name, found in interleaved(work, runs).items()}
+    gbs = {name: 4e-6 * _TIMED / ms for name, ms in taken.items()}
+    return {"encode_gbs": gbs["encode"], "decode_gbs": gbs["decode-add"]}
 
 
 def eden(bits: int) -> float:

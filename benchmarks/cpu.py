@@ -8,14 +8,21 @@ buffer; `decode` adds onto an existing tensor (dither included for dqsg).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from rich.console import Console
 
-import laconic as lc
-from benchmarks._rows import command_line, interleaved, keep, machine, quantiles, view
+from benchmarks._rows import (
+    Work,
+    codec_work,
+    command_line,
+    interleaved,
+    keep,
+    machine,
+    quantiles,
+    view,
+)
 
 SPECS = (
     "qsgd:bits=2,block=512",
@@ -32,21 +39,6 @@ SPECS = (
     "global-exp:bits=8",
     *(f"ecdq:error=0.083,coder={coder}" for coder in ("fixed", "bitmap", "elias", "rans")),
 )
-
-Work = dict[str, Callable[[], object]]
-
-
-def laconic_work(x: torch.Tensor, target: torch.Tensor, spec: str) -> Work:
-    """Encode and decode-accumulate of one codec."""
-    codec, key = lc.codec(spec), lc.Key(seed=1)
-    buffer = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8)
-    norm = x.abs().max() if spec.startswith("global") else None
-    wire = codec.encode(x, key, norm=norm, out=buffer)
-    side = x if spec.startswith("ndqsg") else None
-    return {
-        f"encode {spec}": lambda: codec.encode(x, key, norm=norm, out=wire),
-        f"decode {spec}": lambda: codec.decode(wire, side=side, out=target, add=True),
-    }
 
 
 def piquant_work(x: torch.Tensor, target: torch.Tensor) -> Work:
@@ -81,7 +73,8 @@ def measure(numel: int, runs: int) -> list[dict[str, Any]]:
     work: Work = {"copy": lambda: target.copy_(x)}
     work |= piquant_work(x, target)
     for spec in SPECS:
-        work |= laconic_work(x, target, spec)
+        _, own = codec_work(spec, x, target)
+        work |= {f"encode {spec}": own["encode"], f"decode {spec}": own["decode-add"]}
     rows = []
     for name, seconds in interleaved(work, runs).items():
         rows.append({"name": name, "numel": numel, "runs": runs, **quantiles(seconds)})

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-import laconic as lc
-from benchmarks._rows import command_line, keep
-from benchmarks.gpu import milliseconds
+from benchmarks._rows import codec_work, command_line, keep, milliseconds
 
 SPECS = (
     "ecdq:error=0.083",
@@ -40,13 +38,7 @@ def inputs(numel: int) -> dict[str, torch.Tensor]:
 
 def rows_of(name: str, x: torch.Tensor, spec: str) -> list[dict[str, Any]]:
     """Encode and decode-add of one input."""
-    codec, key = lc.codec(spec), lc.Key(seed=1)
-    wire = codec.encode(x, key)
-    target = torch.zeros_like(x)
-    work = {
-        "encode": lambda: codec.encode(x, key, out=wire),
-        "decode-add": lambda: codec.decode(wire, out=target, add=True),
-    }
+    wire, work = codec_work(spec, x, torch.zeros_like(x))
     rows = []
     for kind, function in work.items():
         ms = milliseconds(function)

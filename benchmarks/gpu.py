@@ -8,14 +8,11 @@ for decode-accumulate the target twice), over the bandwidth of a device-to-devic
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton.testing
 
-import laconic as lc
-from benchmarks._rows import command_line, keep
+from benchmarks._rows import codec_work, command_line, keep, milliseconds
 
 SPECS = (
     "qsgd:bits=2,block=512",
@@ -40,32 +37,18 @@ SPECS = (
 )
 
 
-def milliseconds(work: Callable[[], object]) -> float:
-    """Median time on the device, of a captured graph: any wait for the host would fail here."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        return triton.testing.do_bench_cudagraph(work, rep=60, return_mode="median")
-
-
 def codec_rows(x: torch.Tensor, spec: str, speed: float) -> list[dict[str, Any]]:
     """Encode and decode-accumulate of one codec; speed is the copy's bytes per ms."""
-    codec, key = lc.codec(spec), lc.Key(seed=1)
-    buffer = torch.empty(codec.nbytes(x.numel(), x.dtype), dtype=torch.uint8, device=x.device)
-    norm = x.abs().max().float() if spec.startswith("global") else None
-    wire = codec.encode(x, key, norm=norm, out=buffer)
-    target = torch.zeros_like(x)
-    side = x if spec.startswith("ndqsg") else None
     size = x.numel() * x.element_size()
     reads = 2 if "tensor" in spec or spec == "ndqsg" else 1  # a whole-tensor scale is read first
-    work = {
-        "encode": (lambda: codec.encode(x, key, norm=norm, out=wire), reads * size + wire.nbytes),
-        "decode-add": (
-            lambda: codec.decode(wire, side=side, out=target, add=True),
-            (3 if side is not None else 2) * size + wire.nbytes,
-        ),
+    wire, work = codec_work(spec, x, torch.zeros_like(x))
+    counts = {
+        "encode": reads * size + wire.nbytes,
+        "decode-add": (3 if spec.startswith("ndqsg") else 2) * size + wire.nbytes,
     }
     rows = []
-    for name, (function, count) in work.items():
-        ms = milliseconds(function)
+    for name, count in counts.items():
+        ms = milliseconds(work[name])
         row = {"name": name, "codec": spec, "dtype": str(x.dtype).removeprefix("torch.")}
         rows.append({**row, "numel": x.numel(), "ms": ms, "share": count / ms / speed})
     return rows

@@ -15,7 +15,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +22,9 @@ from rich.console import Console
 from torch import Tensor
 
 import laconic as lc
-from benchmarks._ranks import Rank, Switch, on_all
+from benchmarks._ranks import Rank, World
 from benchmarks._rows import command_line, keep, view
-from laconic.comm._context import ExchangeContext, ExchangeMemory
-from laconic.exchanges import Exchange, Hierarchical, pair
-from laconic.exchanges._hierarchical import _TEAMS, _Team
+from laconic.exchanges import Hierarchical, pair
 
 RANKS = (2, 4, 8, 16, 32, 64)
 KNOWN = ", κ"
@@ -77,54 +74,19 @@ def outcome(spec: str, xs: list[Tensor]) -> Outcome | None:
     steps = STEPS if spec.endswith(KNOWN) else 1
     spec = spec.removesuffix(KNOWN)
     _, way = pair(spec)
+    nodes: tuple[tuple[int, ...], ...] = ()
     if isinstance(way, Hierarchical):
-        return _on_nodes(spec, xs) if len(xs) > NODE else None
-    switch = Switch(len(xs))
-    ranks = [Rank(switch, i) for i in range(len(xs))]
-    mean = _run([switch], ranks, spec, way, xs, steps)
-    return None if mean is None else _outcome(mean, ranks, way.name, 1)
-
-
-def _on_nodes(spec: str, xs: list[Tensor]) -> Outcome | None:
-    """Nodes of 8: groups inside and across, as `prepare` would make them."""
-    nodes = tuple(tuple(range(i, i + NODE)) for i in range(0, len(xs), NODE))
-    whole, inside = Switch(len(xs)), [Switch(NODE) for _ in nodes]
-    across = [Switch(len(nodes)) for _ in range(NODE)]
-    ranks = [Rank(whole, i) for i in range(len(xs))]
-    near = [Rank(inside[i // NODE], i % NODE) for i in range(len(xs))]
-    far = [Rank(across[i % NODE], i // NODE) for i in range(len(xs))]
-    for rank, beside, beyond in zip(ranks, near, far, strict=True):
-        _TEAMS[rank] = {nodes: _Team(len(nodes), NODE, beside, beyond)}
-    mean = _run([whole, *inside, *across], ranks, spec, Hierarchical(nodes=nodes), xs)
-    for rank in near + ranks:
-        rank.leave()
-    return None if mean is None else _outcome(mean, far, "", NODE)
-
-
-def _run(
-    switches: list[Switch],
-    ranks: list[Rank],
-    spec: str,
-    way: Exchange,
-    xs: list[Tensor],
-    steps: int = 1,
-) -> Tensor | None:
-    """The mean that all ranks end with; None if the codec has no room for so many."""
-    codec, memories = pair(spec)[0], [ExchangeMemory() for _ in ranks]
-    results = xs
-    for step in range(steps):
-        results, work = [x.clone() for x in xs], []
-        for x, rank, memory in zip(results, ranks, memories, strict=True):
-            rank.out_bytes = rank.back_bytes = 0.0
-            context = ExchangeContext(group=rank, step=step, memory=memory)
-            work.append(partial(way.mean, x, codec, context))
+        nodes = tuple(tuple(range(i, i + NODE)) for i in range(0, len(xs), NODE))
+        if len(xs) <= NODE:
+            return None
+    with World(spec, len(xs), nodes) as world:
+        mean = xs[0]
         try:
-            on_all(switches, work)
+            for step in range(steps):
+                mean = world.mean(xs, (), step)
         except lc.ConfigError:
             return None
-    if not all(torch.equal(results[0], other) for other in results):
-        raise AssertionError(f"{spec}: ranks differ")
-    return results[0]
+        return _outcome(mean, world.far or world.ranks, way.name, NODE if nodes else 1)
 
 
 def _outcome(mean: Tensor, ranks: list[Rank], name: str, lanes: int) -> Outcome:
@@ -135,8 +97,6 @@ def _outcome(mean: Tensor, ranks: list[Rank], name: str, lanes: int) -> Outcome:
     if name == "ring":  # as many messages while sums grow as when they go around
         second = sum(sum(rank.sends[len(rank.sends) // 2 :]) for rank in ranks) / count
         out, back = out - second, back + second
-    for rank in ranks:
-        rank.leave()
     scale = 8 * lanes / ((n - 1) / n * mean.numel())
     return Outcome(mean=mean, bits_out=scale * out, bits_back=scale * back)
 

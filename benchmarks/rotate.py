@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-import laconic as lc
-from benchmarks._rows import command_line, interleaved, keep, quantiles
+from benchmarks._rows import codec_work, command_line, interleaved, keep, milliseconds, quantiles
 
 PLAIN = ("dqsg:bits=4,block=512", "qsgd:bits=4,block=512", "dqsg:bits=8,block=512")
 OTHERS = ("dqsg:bits=4,block=tensor",)  # rotated on their own, then encoded
@@ -31,16 +30,6 @@ def specs() -> dict[str, str]:
     return pairs
 
 
-def codec_work(x: torch.Tensor, target: torch.Tensor, spec: str) -> Work:
-    """Encode into an existing wire, and decode onto an existing tensor."""
-    codec, key = lc.codec(spec), lc.Key(seed=1)
-    wire = codec.encode(x, key)
-    return {
-        ("encode", spec): lambda: codec.encode(x, key, out=wire),
-        ("decode-add", spec): lambda: codec.decode(wire, out=target, add=True),
-    }
-
-
 def on_cpu(work: Work, runs: int) -> dict[tuple[str, str], dict[str, float]]:
     """Median and quartiles of runs that take turns."""
     named = {" ".join(key): function for key, function in work.items()}
@@ -50,14 +39,7 @@ def on_cpu(work: Work, runs: int) -> dict[tuple[str, str], dict[str, float]]:
 
 def on_cuda(work: Work, runs: int) -> dict[tuple[str, str], dict[str, float]]:
     """Medians of captured graphs: any wait for the host would fail here."""
-    import triton.testing
-
-    rows = {}
-    for key, function in work.items():
-        with torch.cuda.stream(torch.cuda.Stream()):
-            ms = triton.testing.do_bench_cudagraph(function, rep=runs, return_mode="median")
-        rows[key] = {"ms": ms}
-    return rows
+    return {key: {"ms": milliseconds(function, runs)} for key, function in work.items()}
 
 
 def measure(numel: int, runs: int, device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -67,7 +49,7 @@ def measure(numel: int, runs: int, device: str, dtype: torch.dtype) -> list[dict
     pairs = specs()
     work: Work = {}
     for spec in pairs:
-        work |= codec_work(x, target, spec)
+        work |= {(name, spec): run for name, run in codec_work(spec, x, target)[1].items()}
     times = (on_cuda if device == "cuda" else on_cpu)(work, runs)
     kind = {"dtype": str(dtype).removeprefix("torch."), "device": device, "numel": numel}
     rows = []

@@ -15,6 +15,9 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,56 +45,63 @@ PAIRS = (
     "none@allreduce",
 )
 STEPS = ("ecdq:error=0.08", "dqsg:bits=4", "global:bits=8")
-FORMS = ("none", "sum")
+FORMS: tuple[str, ...] = ("none", "sum")
 
 
-def measured(text: str, rounds: int) -> list[dict[str, Any]]:
-    """Wall and processor seconds of this rank, the two forms in turns."""
-    codec, way = pair(text)
-    group = dist.group.WORLD
-    assert group is not None
-    generator = torch.Generator().manual_seed(group.rank())
-    values = torch.randn(VALUES, generator=generator)
-    scratch, x = Scratch(), torch.empty(VALUES)
+def in_turns(
+    work: Mapping[str, tuple[Callable[[], object], Callable[[], object]]], rounds: int, skip: int
+) -> dict[str, dict[str, float]]:
+    """Wall time of the slowest rank and processor time of this one, of both forms in turns.
+
+    Each is what comes before, which is not timed, and the work itself.
+    """
     wall: dict[str, list[float]] = {form: [] for form in FORMS}
     cpu: dict[str, list[float]] = {form: [] for form in FORMS}
-    sent: dict[str, int] = {}
-    for step in range(rounds + 2):
+    for step in range(rounds + skip):
         for form in FORMS if step % 2 else FORMS[::-1]:
-            traffic = Traffic()
-            context = ExchangeContext(
-                group=group, step=step, scratch=scratch, traffic=traffic, verify=form
-            )
-            x.copy_(values)
+            before, timed = work[form]
+            before()
             dist.barrier()
             start = time.perf_counter(), time.process_time()
-            way.mean(x, codec, context)
+            timed()
             took = time.perf_counter() - start[0], time.process_time() - start[1]
             slowest = torch.tensor([took[0]], dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            if step > 1:  # kernels are compiled and buffers made before
+            if step >= skip:
                 wall[form].append(float(slowest))
                 cpu[form].append(took[1])
-            sent[form] = traffic.sent_bytes
-    return [
-        {
-            "pair": text,
-            "verify": form,
-            "ranks": RANKS,
-            "values": VALUES,
-            **quantiles(wall[form]),
-            "cpu_ms": 1e3 * statistics.median(cpu[form]),
-            "sent_bytes": sent[form],
-        }
+    return {
+        form: {**quantiles(wall[form]), "cpu_ms": 1e3 * statistics.median(cpu[form])}
         for form in FORMS
-    ]
+    }
+
+
+def measured(text: str, rounds: int) -> list[dict[str, Any]]:
+    """An exchange; kernels are compiled and buffers made in two rounds before."""
+    codec, way = pair(text)
+    group = dist.group.WORLD
+    assert group is not None
+    values = torch.randn(VALUES, generator=torch.Generator().manual_seed(group.rank()))
+    scratch, x, sent = Scratch(), torch.empty(VALUES), dict.fromkeys(FORMS, 0)
+    steps = count()
+
+    def exchange(form: str) -> None:
+        traffic = Traffic()
+        context = ExchangeContext(
+            group=group, step=next(steps), scratch=scratch, traffic=traffic, verify=form
+        )
+        way.mean(x, codec, context)
+        sent[form] = traffic.sent_bytes
+
+    work = {form: (lambda: x.copy_(values), partial(exchange, form)) for form in FORMS}
+    found = in_turns(work, rounds, skip=2)
+    kind = {"pair": text, "ranks": RANKS, "values": VALUES}
+    return [{**kind, "verify": f, **found[f], "sent_bytes": sent[f]} for f in FORMS]
 
 
 def stepped(spec: str, rounds: int) -> list[dict[str, Any]]:
-    """Wall and processor seconds of a training step on this rank, the two forms in turns."""
-    group = dist.group.WORLD
-    assert group is not None
-    generator = torch.Generator().manual_seed(group.rank())
+    """A training step; DDP cuts its buckets anew after the first of four rounds before."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
     inputs = torch.randn(64, 784, generator=generator)
     labels = torch.randint(10, (64,), generator=generator)
     models, handles = {}, {}
@@ -100,33 +110,18 @@ def stepped(spec: str, rounds: int) -> list[dict[str, Any]]:
         layers = nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()
         models[form] = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(1024, 10)))
         handles[form] = lc.compress(models[form], spec, verify=form)
-    wall: dict[str, list[float]] = {form: [] for form in FORMS}
-    cpu: dict[str, list[float]] = {form: [] for form in FORMS}
-    for step in range(rounds + 4):
-        for form in FORMS if step % 2 else FORMS[::-1]:
-            models[form].zero_grad()
-            dist.barrier()
-            start = time.perf_counter(), time.process_time()
-            cross_entropy(models[form](inputs), labels).backward()
-            took = time.perf_counter() - start[0], time.process_time() - start[1]
-            slowest = torch.tensor([took[0]], dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            if step > 3:  # DDP cuts its buckets anew after the first, kernels are compiled
-                wall[form].append(float(slowest))
-                cpu[form].append(took[1])
-    rows = [
-        {
-            "step": spec,
-            "verify": form,
-            "ranks": RANKS,
-            **quantiles(wall[form]),
-            "cpu_ms": 1e3 * statistics.median(cpu[form]),
-            "sent_bytes": handles[form].stats().sent_bytes // handles[form].stats().steps,
-        }
-        for form in FORMS
-    ]
-    for handle in handles.values():
-        handle.close()
+
+    def step(model: nn.Module) -> None:
+        cross_entropy(model(inputs), labels).backward()
+
+    work = {form: (model.zero_grad, partial(step, model)) for form, model in models.items()}
+    rows, kind = [], {"step": spec, "ranks": RANKS}
+    for form, found in in_turns(work, rounds, skip=4).items():
+        stats = handles[form].stats()
+        rows.append(
+            {**kind, "verify": form, **found, "sent_bytes": stats.sent_bytes // stats.steps}
+        )
+        handles[form].close()
     return rows
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ if not torch.cuda.is_available():
 
 from helpers import kernels
 from programs import Programs, started
+from ranks import member
 
 from laconic.codecs import _register
 from laconic.exchanges import _pair
@@ -58,6 +60,13 @@ def frameworks() -> Iterator[Programs]:
     there = [name for name in names if importlib.util.find_spec(name.partition(".")[0])]
     with started(*there) as found:
         yield found
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A world of one."""
+    with member(0, 1, str(tmp_path / "store")):
+        yield
 
 
 @pytest.fixture(autouse=True)

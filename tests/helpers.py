@@ -92,10 +92,42 @@ def assert_same_bits(got: Tensor, want: Tensor, what: object = "") -> None:
     assert not where, f"{what}: at {where} got {got[wrong][:5]}, want {want[wrong][:5]}"
 
 
+def difference(got: Tensor, want: Tensor) -> str:
+    """Nothing, or where bits differ; tensors would outlive their process in a queue."""
+    try:
+        assert_same_bits(got, want)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def refusal(work: Callable[[], object]) -> str:
+    """What a ConfigError says of it; nothing if there is none."""
+    try:
+        work()
+    except lc.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """As a graph, after a first run: capturing what waits for the device raises."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    return graph
+
+
 def equal(a: Any, b: Any) -> bool:
-    """Values, or dictionaries of them, that may be tensors."""
+    """Values, or dictionaries and lists of them, that may be tensors."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
     return torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 

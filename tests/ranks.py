@@ -102,6 +102,33 @@ def answered(jobs: Sequence[Job], rank: int) -> Iterator[tuple[str, Any]]:
         dist.barrier()
 
 
+def shared(jobs: Sequence[Job], size: int) -> Any:
+    """A fixture: the answers of jobs on so many ranks, started once for a module."""
+
+    @pytest.fixture(scope="module")
+    def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+        return run(jobs, size, tmp_path_factory.mktemp("ranks"))
+
+    return answers
+
+
+def shared_in_groups(
+    job: Job, outcomes: Callable[[Any], Any], groups: Sequence[tuple[int, ...]]
+) -> Any:
+    """The same of a job that is `in_groups`: for each group in turn, what its ranks found."""
+    answers: Answers = {}
+
+    @pytest.fixture(scope="module", params=groups, ids=lambda members: f"{len(members)} ranks")
+    def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+        if not answers:
+            folder = tmp_path_factory.mktemp("ranks")
+            alone(outcomes, folder)
+            answers.update(run([job], 1 + max(map(max, groups)), folder))
+        return [answers[rank, job.__name__][len(request.param)] for rank in request.param]
+
+    return found
+
+
 def in_groups(
     outcomes: Callable[[Any], Any], groups: Sequence[tuple[int, ...]], rank: int
 ) -> dict[int, Any]:

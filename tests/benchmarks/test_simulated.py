@@ -91,9 +91,7 @@ def _flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    return ranks.run([product], 2, tmp_path_factory.mktemp("ranks"))
+real = ranks.shared([product], 2)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -91,11 +92,6 @@ def test_a_lab_takes_one_rate_or_one_for_each() -> None:
 # Commands
 
 
-def test_it_says_its_version() -> None:
-    found = CliRunner().invoke(cli.app, ["--version"])
-    assert found.exit_code == 0 and found.output.strip() == lc.__version__
-
-
 def test_a_command_is_needed() -> None:
     found = laconic("lab", "run")
     assert found.returncode == 2 and "laconic lab run -- python train.py" in found.stderr
@@ -159,6 +155,7 @@ def test_the_status_is_that_of_the_rank_that_failed() -> None:
         (("--hosts", "0"), "hosts must be"),
         (("--ranks-per-host", "0"), "ranks_per_host must be"),
         (("--timeout-s", "nan"), "--timeout-s must be above 0, not nan"),
+        (("--burst-kb", "nan"), "burst_kb is above 0"),
         (("--hots", "2"), "did you mean --hosts?"),
     ],
 )
@@ -182,18 +179,12 @@ def started(*words: str) -> subprocess.Popen[str]:
 
 
 @needs_lab
-def test_a_burst_is_a_size() -> None:
-    found = laconic("lab", "run", "--hosts", "2", "--burst-kb", "nan", "--", "true")
-    assert found.returncode == 2 and "burst_kb is above 0" in found.stderr
-
-
-@needs_lab
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_take_everything_away(number: signal.Signals) -> None:
     process = started()
     assert len(namespaces(process.pid)) == 3
     process.send_signal(number)
-    assert process.wait(30) != 0
+    assert process.wait(PATIENCE_S) != 0
     assert not namespaces(process.pid)
 
 
@@ -204,13 +195,14 @@ def test_a_later_lab_removes_what_a_killed_one_left_and_nothing_else() -> None:
         mine, others = namespaces(killed.pid), namespaces(living.pid)
         assert len(mine) == len(others) == 3
         killed.kill()
-        killed.wait(30)
-        assert mine <= namespaces()
+        killed.wait(PATIENCE_S)
         with lab.Lab(hosts=1):
-            assert not mine & namespaces() and others <= namespaces()
+            while mine & namespaces():  # where another lab that begins now is removing them, too
+                time.sleep(0.01)
+            assert others <= namespaces()
     finally:
         living.terminate()
-        living.wait(30)
+        living.wait(PATIENCE_S)
     assert not others & namespaces()
 
 

@@ -206,14 +206,6 @@ main()
     assert (process.returncode, complaint) == (130, "laconic: interrupted\n")
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
-    command = f"{sys.executable} -m laconic codecs | head -n 1; exit ${{PIPESTATUS[0]}}"
-    found = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert "Traceback" not in found.stderr and "codecs" in found.stdout
-
-
 # Completion
 
 

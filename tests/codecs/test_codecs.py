@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,6 +69,8 @@ LOSSY_CAST = ("fp16", "bf16")
 DETERMINISTIC = ("none", "fp16", "bf16", "qsgd-topk")
 ONE_SCALE = tuple(spec for spec in SPECS if spec.startswith(("global", "qsgd-topk")))
 KEY = lc.Key(seed=1, step=2, tensor=3, rank=4)
+CODEC: Any = lc.codec
+QSGD: Any = lc.QSGD
 
 
 def with_block(spec: str, block: str) -> lc.Codec:
@@ -534,8 +537,8 @@ def test_bad_settings_say_what_is_allowed(spec: str, says: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        *(lambda thing=thing: lc.codec(thing) for thing in (5, None, ["qsgd"])),
-        *(lambda name=name: lc.QSGD(**{name: True}) for name in ("bits", "levels", "block")),
+        *(lambda thing=thing: CODEC(thing) for thing in (5, None, ["qsgd"])),
+        *(lambda name=name: QSGD(**{name: True}) for name in ("bits", "levels", "block")),
         lambda: lc.NDQSG(levels=True),
         lambda: lc.Global(bits=8, levels=True),
         lambda: lc.GlobalExp(bits=True),
@@ -575,7 +578,8 @@ def test_ndqsg_needs_side_information_that_fits() -> None:
 @pytest.mark.parametrize(
     "codec",
     [lc.codec(spec) for spec in SPECS]
-    + [lc.NDQSG(alpha=1 / 3), lc.NDQSG(alpha=1), lc.QSGD(block=None), lc.Global(norm="2/inf")],
+    + [lc.NDQSG(alpha=1 / 3), lc.NDQSG(alpha=1), lc.QSGD(block=None), lc.Global(norm="2/inf")]
+    + [lc.codec("feedback(ndqsg:alpha=0.3)"), lc.codec("feedback(feedback(rotate(dqsg)))")],
     ids=str,
 )
 def test_text_round_trips(codec: lc.Codec) -> None:

@@ -239,25 +239,6 @@ def test_threads_change_no_byte(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_accumulate_and_weight() -> None:
-    x = gaussian(10_000)
-    codec = lc.ECDQ()
-    wire = codec.encode(x, KEY)
-    y = codec.decode(wire)
-    out = torch.ones(10_000)
-    codec.decode(wire, out=out, add=True, weight=0.25)
-    assert_same_bits(out, 1 + codec.decode(wire, weight=0.25))
-    torch.testing.assert_close(codec.decode(wire, weight=0.25), 0.25 * y)
-
-
-def test_wires_are_reused_without_growing() -> None:
-    codec, x = lc.ECDQ(), gaussian(50_000)
-    wire = codec.encode(x, KEY)
-    again = codec.encode(2 * x, lc.Key(step=1), out=wire)
-    assert again.buffer.data_ptr() == wire.buffer.data_ptr()
-    assert nmse(codec.decode(again), 2 * x) < 0.09
-
-
 def test_the_wrong_key_is_found() -> None:
     codec, x = lc.ECDQ(), gaussian(5000)
     data = codec.encode(x, KEY).data

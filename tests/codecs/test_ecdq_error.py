@@ -199,14 +199,22 @@ def test_nothing_else_changes() -> None:
 # --- shares --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["ecdq:error=0.08", "rotate(ecdq:error=0.08)"])
-def test_shares_are_the_segments_own(spec: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "least"),
+    [
+        ("ecdq:error=0.08", 0.9),
+        ("rotate(ecdq:error=0.08)", 0.9),
+        ("ecdq:error=0.08,block=512", 0.8),
+        ("rotate(ecdq:error=0.08,block=512)", 0.8),
+    ],
+)
+def test_shares_are_the_segments_own(spec: str, least: float) -> None:
     codec, parts, shares = lc.codec(spec), [20_000, 700, 9000], (0.25, 1.0, 3.0)
     x = torch.cat([gaussian(20_000), 10 * student_t3(700), gaussian(9000)])
     spent = torch.zeros(3, dtype=torch.float64)
     codec.encode(x, KEY, segments=parts, shares=shares, spent=spent)
     for part, share, own in zip(x.split(parts), shares, spent.tolist(), strict=True):
-        assert 0.9 * share < own / (0.08 * energy(part)) <= share * (1 + 1e-6)
+        assert least * share < own / (0.08 * energy(part)) <= share * (1 + 1e-6)
 
 
 def test_shares_of_one_are_a_smaller_error() -> None:

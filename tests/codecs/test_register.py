@@ -103,24 +103,6 @@ def test_bad_texts_say_what_is_wrong(text: str, says: str) -> None:
     assert says in str(error.value)
 
 
-NESTED = [
-    *(
-        f"feedback({inner})"
-        for inner in (*lc.codecs(), "dqsg:bits=2,block=tensor", "ndqsg:alpha=0.3")
-    ),
-    *(f"{wrapper}(dqsg:bits=3)" for wrapper in lc.wrappers()),
-    "feedback(feedback(rotate(dqsg)))",
-]
-
-
-@pytest.mark.parametrize("text", NESTED)
-def test_texts_of_wrappers_round_trip(text: str) -> None:
-    codec = lc.codec(text)
-    assert lc.codec(str(codec)) == codec and hash(lc.codec(str(codec))) == hash(codec)
-    assert str(lc.codec(str(codec))) == str(codec)
-    assert lc.codec(codec) is codec
-
-
 def test_wrappers_are_listed_apart_from_codecs() -> None:
     assert "feedback" in lc.wrappers()
     assert not set(lc.wrappers()) & set(lc.codecs())

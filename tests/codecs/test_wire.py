@@ -47,18 +47,6 @@ def wire_of(spec: str, x: Tensor | None = None) -> tuple[lc.Codec, lc.Wire, Tens
     return codec, codec.encode(x, KEY), x
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", SPECS)
-def test_received_bytes_decode_as_sent(spec: str, dtype: torch.dtype) -> None:
-    for shape in ((COUNT,), (3, 100), (0,), (), (2, 0)):
-        x = gaussian(torch.Size(shape).numel()).view(shape).to(dtype)
-        codec, wire, _ = wire_of(spec, x)
-        again = parse(wire.data.clone(), shape, dtype)
-        assert again.header == wire.header and again.nbytes == wire.data.numel()
-        assert wire.length().tolist() == [wire.nbytes]
-        assert_same_bits(decode(codec, again, x), decode(codec, wire, x))
-
-
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_trusted_wire_decodes_without_its_header(spec: str) -> None:
     """Lengths are still looked at."""
@@ -74,17 +62,6 @@ def test_a_trusted_wire_decodes_without_its_header(spec: str) -> None:
             codec.trust(wrong, key=KEY, shape=x.shape, dtype=x.dtype)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_every_altered_header_byte_raises(spec: str) -> None:
-    """All 64 positions: every bit alone (also where the altered field would be valid), and all."""
-    _, wire, _ = wire_of(spec)
-    for place, change in itertools.product(range(HEADER_BYTES), (*BITS, 255)):
-        data = wire.data.clone()
-        data[place] ^= change
-        with pytest.raises(lc.WireError):
-            parse(data)
-
-
 def test_every_value_of_every_header_byte_raises() -> None:
     """64 positions × 255 wrong values, for one wire."""
     _, wire, _ = wire_of("qsgd")
@@ -93,22 +70,6 @@ def test_every_value_of_every_header_byte_raises() -> None:
         data[place] ^= change
         with pytest.raises(lc.WireError):
             parse(data)
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_cut_wires_raise(spec: str) -> None:
-    _, wire, _ = wire_of(spec)
-    for length in {0, 1, 4, 63, 64, 65, wire.nbytes // 2, wire.nbytes - 1}:
-        with pytest.raises(lc.WireError):
-            parse(wire.data[:length])
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_lengthened_wires_raise(spec: str) -> None:
-    _, wire, _ = wire_of(spec)
-    for extra in (1, 4, 16, wire.nbytes):
-        with pytest.raises(lc.WireError, match="should have"):
-            parse(torch.cat([wire.data, torch.zeros(extra, dtype=torch.uint8)]))
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -330,7 +291,7 @@ def test_an_altered_body_never_crashes(spec: str, seed: int) -> None:
         assert decode(codec, parse(data), x).shape == x.shape
 
 
-@pytest.mark.parametrize("spec", lc.codecs())
+@pytest.mark.parametrize("spec", [*lc.codecs(), "feedback(dqsg)"])
 def test_a_wire_made_by_hand_with_too_few_bytes_raises(spec: str) -> None:
     """`Wire` is a public class: its bytes may be fewer than its header says."""
     codec, x = lc.codec(spec), gaussian(COUNT)

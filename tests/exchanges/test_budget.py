@@ -6,7 +6,6 @@ Ranks are threads whose groups pass tensors through memory; one test runs DDP ov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,11 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
 from benchmarks._gradients import KINDS, gradients
-from benchmarks._ranks import Rank, Switch, on_all
-from laconic._scratch import Scratch
-from laconic.comm._context import ExchangeContext, Traffic
+from benchmarks._ranks import World, on_all
+from laconic.comm._context import ExchangeContext
 from laconic.comm._transport import no_values
-from laconic.exchanges import Exchange, Hierarchical, pair
 from laconic.exchanges._budget import (
     LEAST,
     LIMIT,
@@ -36,90 +33,12 @@ from laconic.exchanges._budget import (
     typical_shares,
 )
 from laconic.exchanges._error_report import budget_report, kappa_of
-from laconic.exchanges._hierarchical import _TEAMS, _Team
 from laconic.exchanges._scatter_reduce import scatter_in_budget
 
 E = 0.08
 MEAN, ONCE = 1.1, 3.0  # of the budget: what draws may have on average, and at a single step
 SMALL = tuple(kind for kind in KINDS if kind != "embedding")
 SOME = ("dense", "outlier", "cancelling", "changing")
-
-
-@dataclass
-class World:
-    """Some ranks in memory, and what each remembers."""
-
-    spec: str
-    size: int
-    nodes: tuple[tuple[int, ...], ...] = ()
-    memories: list[lc.ExchangeMemory] = field(default_factory=list)
-    traffic: list[Traffic] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.codec, self.way = pair(self.spec)
-        self.switches = [Switch(self.size)]
-        self.ranks = [Rank(self.switches[0], i) for i in range(self.size)]
-        self.all_ranks = list(self.ranks)
-        if self.nodes:
-            self._apart()
-        self.memories = self.memories or [lc.ExchangeMemory() for _ in self.ranks]
-        self.traffic = [Traffic() for _ in self.ranks]
-        self.scratch = [Scratch() for _ in self.ranks]
-
-    def _apart(self) -> None:
-        """Groups inside nodes and across, as `prepare` would make them."""
-        wide = len(self.nodes[0])
-        inside = [Switch(wide) for _ in self.nodes]
-        across = [Switch(len(self.nodes)) for _ in range(wide)]
-        for i, rank in enumerate(self.ranks):
-            near, far = Rank(inside[i // wide], i % wide), Rank(across[i % wide], i // wide)
-            _TEAMS[rank] = {self.nodes: _Team(len(self.nodes), wide, near, far)}
-            self.all_ranks += [near, far]
-        self.switches += inside + across
-        self.way: Exchange = Hierarchical(nodes=self.nodes)
-
-    def __enter__(self) -> World:
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        for rank in self.all_ranks:
-            rank.leave()
-
-    def calls(self, parts: Sequence[int], step: int, seed: int = 0) -> list[ExchangeContext]:
-        places = tuple(
-            lc.Place(parameter=i, start=0, numel=numel, total=numel)
-            for i, numel in enumerate(parts)
-        )
-        each = zip(self.ranks, self.memories, self.scratch, self.traffic, strict=True)
-        return [
-            ExchangeContext(
-                group=rank,
-                seed=seed,
-                step=step,
-                places=places,
-                memory=memory,
-                scratch=scratch,
-                traffic=traffic,
-            )
-            for rank, memory, scratch, traffic in each
-        ]
-
-    def mean(self, xs: Sequence[Tensor], parts: Sequence[int], step: int, seed: int = 0) -> Tensor:
-        """What all ranks end with: the same bits."""
-        results = [x.clone() for x in xs]
-        calls = self.calls(parts, step, seed)
-        work = [
-            partial(self.way.mean, x, self.codec, context)
-            for x, context in zip(results, calls, strict=True)
-        ]
-        on_all(self.switches, work)
-        words = [x.view(torch.uint8) for x in results]
-        assert all(torch.equal(words[0], other) for other in words)
-        return results[0]
-
-    @property
-    def sent(self) -> int:
-        return self.traffic[0].sent_bytes
 
 
 def mean_of(xs: Sequence[Tensor]) -> Tensor:

@@ -6,19 +6,14 @@ One set of processes per number of ranks, over Gloo, runs all pairs; each is ass
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from helpers import PATIENCE_S
-from ranks import member
 
 import laconic as lc
 from laconic._scratch import Scratch
@@ -69,17 +64,11 @@ def gradients(size: int, step: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [(common + part).to(dtype) for part in own]
 
 
-def worker(rank: int, size: int, store: str, results: Any) -> None:
-    with member(rank, size, store):
-        places = tuple(
-            lc.Place(parameter=i, start=0, numel=numel, total=numel)
-            for i, numel in enumerate(PARTS)
-        )
-        try:
-            for text in pairs():
-                results.put((rank, text, outcome(text, size, places)))
-        except Exception:
-            results.put((rank, "error", traceback.format_exc()))
+def every_pair(rank: int) -> dict[str, dict[str, Any]]:
+    places = tuple(
+        lc.Place(parameter=i, start=0, numel=numel, total=numel) for i, numel in enumerate(PARTS)
+    )
+    return {text: outcome(text, dist.get_world_size(), places) for text in pairs()}
 
 
 def outcome(text: str, size: int, places: tuple[lc.Place, ...]) -> dict[str, Any]:
@@ -126,30 +115,10 @@ def hash_of(x: torch.Tensor) -> int:
     return int((words * (torch.arange(words.numel()) * 2654435761 % 1000003 + 1)).sum())
 
 
-@lru_cache
-def run(size: int, folder: str) -> dict[tuple[int, str], dict[str, Any]]:
-    context = ranks.processes()
-    results = context.Queue()
-    store = str(Path(folder) / f"store{size}")
-    started = [
-        context.Process(target=worker, args=(rank, size, store, results)) for rank in range(size)
-    ]
-    for process in started:
-        process.start()
-    found = {}
-    for _ in range(size * len(list(pairs()))):
-        rank, text, value = results.get(timeout=PATIENCE_S)
-        assert text != "error", value
-        found[rank, text] = value
-    for process in started:
-        process.join(PATIENCE_S)
-        assert process.exitcode == 0
-    return found
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("stores"))
+@pytest.fixture(scope="module", params=[3, 5])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    answers = ranks.run([every_pair], request.param, tmp_path_factory.mktemp("pairs"))
+    return [answers[rank, "every_pair"] for rank in range(request.param)]
 
 
 def allowed(text: str) -> float:
@@ -168,16 +137,14 @@ def allowed(text: str) -> float:
 
 
 @pytest.mark.timeout(200 + 6 * STEPS)  # the first starts ranks and compiles
-@pytest.mark.parametrize("size", [3, 5])
 @pytest.mark.parametrize("text", list(pairs()))
-def test_all_ranks_hold_the_same_bits_near_the_mean(text: str, size: int, folder: str) -> None:
-    found = [run(size, folder)[rank, text] for rank in range(size)]
-    for rank in range(1, size):
-        assert found[rank]["bits"] == found[0]["bits"], f"rank {rank} differs"
-        assert found[rank]["last"] == found[0]["last"]
-    assert all(one["nan"] for one in found)
-    assert found[0]["error"] <= allowed(text)
-    assert all(one["rest"] < 1e-5 and one["nan in rest"] == [5] for one in found)
+def test_all_ranks_hold_the_same_bits_near_the_mean(text: str, found: Any) -> None:
+    first, *others = (one[text] for one in found)
+    for rank, one in enumerate(others, 1):
+        assert one["bits"] == first["bits"] and one["last"] == first["last"], f"rank {rank} differs"
+    assert first["error"] <= allowed(text)
+    for one in (first, *others):
+        assert one["nan"] and one["rest"] < 1e-5 and one["nan in rest"] == [5]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +156,17 @@ def test_all_ranks_hold_the_same_bits_near_the_mean(text: str, size: int, folder
         ("ndqsg@allgather", "use dqsg"),
         ("dqsg@tree", "scatter-reduce"),
         ("global@tree", "allreduce"),
+        ("none@ring", "'none@allreduce'"),
+        ("dqsg:bits=4@ring", r"block=512\S*@scatter-reduce'"),
+        ("global:bits=8,coder=elias@ring", r"coder=elias\S*@scatter-reduce'"),
+        ("global:subtract=true@ring", r"subtract=true\S*@allreduce'"),
+        ("global-exp@ring", "global:bits=4@ring"),
+        ("rotate(dqsg)@ring", "global:bits=4@ring"),
+        ("none@sparse", "'none@allreduce'"),
+        ("global:norm=l2@sparse", r"coder=fixed\S*@allreduce'"),
+        ("global:levels=1,coder=elias@sparse", "norm=l2,coder=elias@sparse"),
+        ("global:norm=2/inf,coder=elias@sparse", "on CUDA coder=bitmap"),
+        ("qsgd:bits=4,coder=elias@sparse", r"coder=elias\S*@scatter-reduce'"),
     ],
 )
 def test_pairs_that_make_no_sense_are_refused_with_advice(text: str, match: str) -> None:

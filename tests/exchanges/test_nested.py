@@ -294,10 +294,7 @@ def ddp_resumes(rank: int) -> dict[str, Any]:
 JOBS = (in_all, under_ddp, ddp_resumes)
 
 
-@pytest.fixture(scope="session")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    folder = tmp_path_factory.mktemp("nested")
-    return ranks.run(JOBS, WORLD, folder)
+answers = ranks.shared(JOBS, WORLD)
 
 
 def of(answers: ranks.Answers, n: int, name: str) -> list[Any]:

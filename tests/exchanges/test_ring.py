@@ -13,7 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from helpers import assert_same_bits, device_of, kernels
+from helpers import device_of, difference, kernels
 from torch import Tensor
 
 import laconic as lc
@@ -27,9 +27,8 @@ from laconic.kernels import Lattice
 from laconic.kernels._layout import GROUP, packed_bytes
 from laconic.kernels._reference import sums as reference
 
-Found = dict[int, Any]
+Found = list[dict[str, Any]]
 
-WORLD = 5
 GROUPS = ((3,), (1, 4), (1, 2, 4), (0, 1, 2, 3, 4))
 LONG = 5 * 3 * ring.PIECE_VALUES + 129  # at least two pieces a chunk, whatever the group
 # codec, values, dtype, pieces
@@ -86,15 +85,6 @@ def everywhere(rank: int) -> dict[int, Any]:
     return ranks.in_groups(outcomes, GROUPS, rank)
 
 
-def difference(got: Tensor, want: Tensor) -> str:
-    """Nothing, or where bits differ; tensors would outlive their process in the queue."""
-    try:
-        assert_same_bits(got, want)
-    except AssertionError as error:
-        return str(error)
-    return ""
-
-
 def outcomes(group: Any) -> dict[str, Any]:
     n, rank, space = group.size(), group.rank(), Scratch()
     found: dict[str, Any] = {"cases": [], "rest": []}
@@ -112,7 +102,6 @@ def outcomes(group: Any) -> dict[str, Any]:
         found["cases"].append((difference(x, want), sent, bytes_))
         found["rest"].append(uncompressed.tolist())
     found["nothing"] = empty(group, space)
-    found["bad"] = [not_finite(group, space, value) for value in (torch.nan, torch.inf)]
     found["errors"] = errors(group, space)
     found["kept"] = kept(group)
     found["ahead"] = pieces_ahead(group)
@@ -123,14 +112,6 @@ def empty(group: Any, space: Scratch) -> bool:
     x, uncompressed = torch.empty(0), torch.full((2,), float(group.rank()))
     Ring().mean(x, lc.codec("global"), ExchangeContext(group=group, scratch=space), uncompressed)
     return bool((uncompressed == (group.size() - 1) / 2).all())
-
-
-def not_finite(group: Any, space: Scratch, value: float) -> bool:
-    x = gradient(group.rank(), 2000, torch.float32)
-    if group.rank() == group.size() - 1:
-        x[1234] = value
-    Ring().mean(x, lc.codec("global:bits=4"), ExchangeContext(group=group, scratch=space))
-    return bool(x.isnan().all())
 
 
 def errors(group: Any, space: Scratch) -> tuple[float, float]:
@@ -190,69 +171,43 @@ def pieces_ahead(group: Any) -> list[int]:
     return seen
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What every rank found, in every group that it is in; its size names a group."""
-    folder = tmp_path_factory.mktemp("ring")
-    ranks.alone(outcomes, folder)
-    answers = ranks.run([everywhere], WORLD, folder)
-    return {rank: answers[rank, "everywhere"] for rank in range(WORLD)}
+found = ranks.shared_in_groups(everywhere, outcomes, GROUPS)
 
 
-def found_in(found: Found, members: tuple[int, ...]) -> list[dict[str, Any]]:
-    return [found[rank][len(members)] for rank in members]
-
-
-in_groups = pytest.mark.parametrize("members", GROUPS, ids=lambda members: f"{len(members)} ranks")
-
-
-@in_groups
-def test_the_result_is_the_exact_sum_of_integers_on_every_rank(
-    members: tuple[int, ...], found: Found
-) -> None:
-    for one in found_in(found, members):
+def test_the_result_is_the_exact_sum_of_integers_on_every_rank(found: Found) -> None:
+    for one in found:
         for case, (wrong, _, _) in zip(CASES, one["cases"], strict=True):
             assert not wrong, case
 
 
-@in_groups
-def test_a_rank_sends_the_bytes_of_the_equation(members: tuple[int, ...], found: Found) -> None:
-    for one in found_in(found, members):
+def test_a_rank_sends_the_bytes_of_the_equation(found: Found) -> None:
+    for one in found:
         for case, (_, sent, bytes_) in zip(CASES, one["cases"], strict=True):
             assert sent == bytes_, case
 
 
-@in_groups
-def test_plain_values_become_their_mean(members: tuple[int, ...], found: Found) -> None:
-    for one in found_in(found, members):
+def test_plain_values_become_their_mean(found: Found) -> None:
+    for one in found:
         assert one["nothing"]
         for uncompressed in one["rest"]:
-            assert uncompressed == pytest.approx([(len(members) - 1) / 2] * 3)
+            assert uncompressed == pytest.approx([(len(found) - 1) / 2] * 3)
 
 
-@in_groups
-def test_one_bad_value_makes_all_of_it_nan(members: tuple[int, ...], found: Found) -> None:
-    assert all(one["bad"] == [True, True] for one in found_in(found, members))
-
-
-@in_groups
-def test_the_error_is_that_of_all_levels(members: tuple[int, ...], found: Found) -> None:
+def test_the_error_is_that_of_all_levels(found: Found) -> None:
     """allreduce at 8 bits has s = 127 // n levels; a squared error is worth 1/s²."""
-    for one in found_in(found, members):
+    for one in found:
         fine, coarse = one["errors"]
-        ratio = (127 // (127 // len(members))) ** 2
+        ratio = (127 // (127 // len(found))) ** 2
         assert 0.7 * ratio < coarse / fine < 1.4 * ratio
 
 
-@in_groups
-def test_buffers_are_made_once(members: tuple[int, ...], found: Found) -> None:
-    assert all(one["kept"] for one in found_in(found, members))
+def test_buffers_are_made_once(found: Found) -> None:
+    assert all(one["kept"] for one in found)
 
 
-@in_groups
-def test_pieces_travel_while_one_is_added(members: tuple[int, ...], found: Found) -> None:
-    for one in found_in(found, members):
-        assert len(one["ahead"]) == 4 * (len(members) - 1)
+def test_pieces_travel_while_one_is_added(found: Found) -> None:
+    for one in found:
+        assert len(one["ahead"]) == 4 * (len(found) - 1)
         assert all(count == 2 * 3 for count in one["ahead"])  # three other pieces, both ways
 
 
@@ -271,22 +226,6 @@ def test_never_more_bits_than_allreduce_at_its_levels(n: int) -> None:
     for bits in (4, 8):
         levels = ((1 << (bits - 1)) - 1) // n
         assert levels == 0 or sum_bits(levels, n) <= bits
-
-
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ("none@ring", "'none@allreduce'"),
-        ("dqsg:bits=4@ring", r"block=512\S*@scatter-reduce'"),
-        ("global:bits=8,coder=elias@ring", r"coder=elias\S*@scatter-reduce'"),
-        ("global:subtract=true@ring", r"subtract=true\S*@allreduce'"),
-        ("global-exp@ring", "global:bits=4@ring"),
-        ("rotate(dqsg)@ring", "global:bits=4@ring"),
-    ],
-)
-def test_other_codecs_are_refused_with_advice(text: str, match: str) -> None:
-    with pytest.raises(lc.ConfigError, match=match):
-        pair(text)
 
 
 @pytest.mark.parametrize("pieces", [0, -1, 65, 2.0, True, "4"])

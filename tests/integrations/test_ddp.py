@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from helpers import PATIENCE_S, equal_everywhere
+from helpers import PATIENCE_S, equal_everywhere, refusal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,6 +51,51 @@ def train(model: nn.Module, steps: int, first: int = 0, rank: int | None = None)
 
 def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Run:
+    """A model, its optimizer and a handle, made anew as after a restart."""
+
+    def __init__(
+        self,
+        spec: str = "dqsg:bits=4",
+        make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+        *,
+        units: bool = False,
+        dtype: torch.dtype = torch.float32,
+        ddp: str = "",
+        **options: Any,
+    ) -> None:
+        kind: Any = {ddp: True} if ddp else {}
+        self.model = DistributedDataParallel(network().to(dtype), bucket_cap_mb=0.05, **kind)
+        self.optimizer = make(self.model)
+        given = self.optimizer if units else None
+        self.handle: Any = lc.compress(self.model, spec, seed=5, optimizer=given, **options)
+
+    def backward(self, step: int) -> None:
+        x, y = batch(dist.get_rank(), step)
+        self.optimizer.zero_grad()
+        out = self.model(x.to(next(self.model.parameters()).dtype))
+        nn.functional.cross_entropy(out.float(), y).backward()
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self.backward(step)
+            self.optimizer.step()
+
+    def save(self) -> dict[str, Any]:
+        parts = (self.model.module, self.optimizer, self.handle)
+        return copy.deepcopy({str(i): part.state_dict() for i, part in enumerate(parts)})
+
+    def load(self, state: dict[str, Any]) -> None:
+        # a copy, because optimizers take over a state's tensors and write to them
+        state = copy.deepcopy(state)
+        for i, part in enumerate((self.model.module, self.optimizer, self.handle)):
+            part.load_state_dict(state[str(i)])
 
 
 def replicas_stay_equal(rank: int) -> dict[str, Any]:
@@ -179,13 +225,9 @@ def pickled_and_copied(rank: int) -> dict[str, bool]:
     return found
 
 
-def disagreement_is_named(rank: int) -> dict[str, str]:
-    model = DistributedDataParallel(network())
-    try:
-        lc.compress(model, "dqsg:bits=4" if rank != 1 else "dqsg:bits=3", timeout_s=PATIENCE_S)
-    except lc.ConfigError as error:
-        return {"error": str(error)}
-    return {"error": "none"}
+def disagreement_is_named(rank: int) -> str:
+    model, spec = DistributedDataParallel(network()), f"dqsg:bits={3 if rank == 1 else 4}"
+    return refusal(lambda: lc.compress(model, spec, timeout_s=PATIENCE_S))
 
 
 class WithNothing(nn.Module):
@@ -324,10 +366,7 @@ JOBS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    """All jobs on 3 ranks, in one set of processes."""
-    return ranks.run(JOBS, 3, tmp_path_factory.mktemp("ranks"))
+found = ranks.shared(JOBS, 3)
 
 
 def test_empty_parameters_travel_in_no_load(found: ranks.Answers) -> None:
@@ -375,7 +414,7 @@ def test_a_rank_that_ran_backward_twice_is_named(found: ranks.Answers) -> None:
 
 def test_ranks_that_disagree_all_say_so(found: ranks.Answers) -> None:
     for rank in range(3):
-        said = found[rank, "disagreement_is_named"]["error"]
+        said = found[rank, "disagreement_is_named"]
         assert "codec" in said and "rank 1" in said and "ranks 0, 2" in said
 
 

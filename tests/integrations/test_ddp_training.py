@@ -232,9 +232,7 @@ JOBS: list[Callable[[int], Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    return ranks.run(JOBS, 3, tmp_path_factory.mktemp("ranks"))
+found = ranks.shared(JOBS, 3)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from programs import End, Programs
@@ -201,14 +200,6 @@ while not peers_are_gone():
 # What was taken is given back
 
 
-@pytest.fixture
-def world() -> Iterator[None]:
-    """Of one rank."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=ranks.PATIENCE)
-    yield
-    dist.destroy_process_group()
-
-
 def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(200, 100)
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
@@ -257,7 +248,7 @@ def held() -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("name", OWNERS)
-def test_close_gives_back_what_was_taken(world: None, name: str) -> None:
+def test_close_gives_back_what_was_taken(alone: None, name: str) -> None:
     step, owner = OWNERS[name]()
     step()
     owner.close()
@@ -274,7 +265,7 @@ def test_close_gives_back_what_was_taken(world: None, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OWNERS)
-def test_so_does_dropping_it(world: None, name: str) -> None:
+def test_so_does_dropping_it(alone: None, name: str) -> None:
     def use() -> None:
         step, _ = OWNERS[name]()
         step()
@@ -296,7 +287,7 @@ def threads_end() -> None:
             thread.join(30)
 
 
-def test_torch_may_destroy_all_groups_first(world: None) -> None:
+def test_torch_may_destroy_all_groups_first(alone: None) -> None:
     step, owner = OWNERS["ssd"]()
     step()
     owner.wait()

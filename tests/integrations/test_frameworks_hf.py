@@ -13,18 +13,13 @@ import torch
 import torch.distributed as dist
 from helpers import equal, equal_everywhere
 from programs import Programs
-from test_frameworks import needs
+from test_frameworks import needs, network
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
 
 MEMORY = "feedback(qsgd:bits=2)"  # of which every rank has its own
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 192), nn.ReLU(), nn.Linear(192, 10))
 
 
 def shared_folder(rank: int) -> Path:

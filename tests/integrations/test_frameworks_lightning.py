@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
 from helpers import equal, equal_everywhere
 from programs import Programs
-from test_frameworks import needs
+from test_frameworks import needs, network
+from test_frameworks_hf import MEMORY, norms, remove, shared_folder
 from torch import nn
 
 import laconic as lc
-
-MEMORY = "feedback(qsgd:bits=2)"  # of which every rank has its own
 
 
 def made() -> tuple[Any, Any]:
@@ -29,8 +25,7 @@ def made() -> tuple[Any, Any]:
     class Model(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
-            self.network = nn.Sequential(nn.Linear(64, 192), nn.ReLU(), nn.Linear(192, 10))
+            self.network = network()
 
         def training_step(self, batch: Any) -> torch.Tensor:
             x, y = batch
@@ -108,9 +103,8 @@ def resumes(rank: int) -> dict[str, Any]:
             assert again.handle is not None
             self.state = again.handle.state_dict()
 
-    where: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(where)
-    path = Path(where[0]) / "some.ckpt"
+    folder = shared_folder(rank)
+    path = folder / "some.ckpt"
     model, data = made()
     first, again, look = Compress(MEMORY), Compress(MEMORY), Look()
     run = trainer([first], 4)
@@ -122,14 +116,12 @@ def resumes(rank: int) -> dict[str, Any]:
     trainer([again, look], 7).fit(model, data, ckpt_path=path, weights_only=True)
     changed = Compress("dqsg:bits=4")
     trainer([changed], 6).fit(made()[0], data, ckpt_path=path)
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(where[0])
+    remove(folder, rank)
     assert again.handle is not None and changed.handle is not None
     return {
         "step": saved["step"],
         "equal": equal(saved, look.state),
-        "memory": {name: value.norm().item() for name, value in saved["residuals"].items()},
+        "memory": norms(saved),
         "ended": again.handle.stats().steps,
         "same": equal_everywhere(model),
         "changed": changed.handle.stats().steps,
@@ -217,15 +209,14 @@ def with_fabric(rank: int) -> dict[str, Any]:
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
-    torch.manual_seed(0)
-    network: Any = nn.Sequential(nn.Linear(64, 192), nn.ReLU(), nn.Linear(192, 10))
-    model, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    inside: Any = network()
+    model, optimizer = fabric.setup(inside, torch.optim.SGD(inside.parameters(), lr=0.1))
     handle = lc.compress(model, "dqsg:bits=4")
     for _ in range(3):
         optimizer.zero_grad()
         fabric.backward(model(torch.randn(8, 64)).square().mean())
         optimizer.step()
-    return {"same": equal_everywhere(network), "ratio": handle.stats().ratio}
+    return {"same": equal_everywhere(inside), "ratio": handle.stats().ratio}
 
 
 JOBS = (logs_and_accumulates, resumes, fits_twice, decides, hooks, options, with_fabric)

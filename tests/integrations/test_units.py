@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import ranks
+import test_ddp
 import torch
-import torch.distributed as dist
-from helpers import PATIENCE_S, equal_everywhere, warnings_told
-from test_ddp import batch, flat, network
+from helpers import PATIENCE_S, equal_everywhere, refusal, warnings_told
+from test_ddp import batch, flat, network, sgd
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,8 +45,8 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for p in model.parameters() if p.dim() > 1], lr=1e-3)
 
 
-class Run:
-    """A model, its optimizer and a handle, made anew as after a restart."""
+class Run(test_ddp.Run):
+    """In AdamW's units, unless something else is said."""
 
     def __init__(
         self,
@@ -54,33 +54,9 @@ class Run:
         make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
         *,
         units: bool = True,
-        dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
-        self.model = DistributedDataParallel(network().to(dtype), bucket_cap_mb=0.05)
-        self.optimizer = make(self.model)
-        given = self.optimizer if units else None
-        self.handle: Any = lc.compress(self.model, spec, seed=5, optimizer=given, **options)
-
-    def backward(self, step: int) -> None:
-        x, y = batch(dist.get_rank(), step)
-        self.optimizer.zero_grad()
-        out = self.model(x.to(next(self.model.parameters()).dtype))
-        nn.functional.cross_entropy(out.float(), y).backward()
-
-    def train(self, first: int, last: int) -> None:
-        for step in range(first, last):
-            self.backward(step)
-            self.optimizer.step()
-
-    def save(self) -> dict[str, Any]:
-        parts = (self.model.module, self.optimizer, self.handle)
-        return copy.deepcopy({str(i): part.state_dict() for i, part in enumerate(parts)})
-
-    def load(self, state: dict[str, Any]) -> None:
-        state = copy.deepcopy(state)
-        for i, part in enumerate((self.model.module, self.optimizer, self.handle)):
-            part.load_state_dict(state[str(i)])
+        super().__init__(spec, make, units=units, **options)
 
 
 def resumes(rank: int) -> dict[str, bool]:
@@ -154,9 +130,6 @@ def cold_start(rank: int) -> dict[str, bool]:
 
 
 def leaves_sgd_alone(rank: int) -> bool:
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
     weights = []
     for units in (False, True):
         run = Run(make=sgd, units=units)
@@ -233,20 +206,16 @@ def forgotten_moments(rank: int) -> dict[str, tuple[str, str]]:
 
 def forgets_on_one_rank(rank: int) -> str:
     model = DistributedDataParallel(network())
-    try:
-        lc.compress(model, "ecdq", optimizer=adamw(model) if rank else None)
-    except lc.ConfigError as error:
-        return str(error)
-    return "not found"
+    given = adamw(model) if rank else None
+    return refusal(lambda: lc.compress(model, "ecdq", optimizer=given))
 
 
 def warns(rank: int) -> dict[str, list[str]]:
     found = {}
-    sgd = torch.optim.SGD
     cases: dict[str, tuple[str, Any, bool]] = {
         "adam": ("ecdq:error=0.08", adamw, False),
         "told": ("ecdq:error=0.08", adamw, True),
-        "sgd": ("ecdq:error=0.08", lambda m: sgd(m.parameters(), 0.1, momentum=0.9), False),
+        "sgd": ("ecdq:error=0.08", sgd, False),
         "blocks": ("dqsg:bits=4", adamw, False),
         "steps": ("ecdq:error=0.08,block=4096", adamw, False),
         "muon": ("dqsg:bits=4", muon, False),
@@ -258,7 +227,7 @@ def warns(rank: int) -> dict[str, list[str]]:
     pushes = {
         "ssd": ("ecdq:error=0.08", adamw),
         "ssd, steps": ("ecdq:error=0.08,block=4096", adamw),
-        "ssd, sgd": ("ecdq:error=0.08", lambda m: sgd(m.parameters(), 0.1)),
+        "ssd, sgd": ("ecdq:error=0.08", sgd),
     }
     for name, (spec, make) in pushes.items():
         model = network()
@@ -392,9 +361,7 @@ JOBS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    return ranks.run(JOBS, RANKS, tmp_path_factory.mktemp("units"))
+found = ranks.shared(JOBS, RANKS)
 
 
 def test_killed_and_resumed_runs_end_with_the_same_bits(found: ranks.Answers) -> None:

@@ -107,14 +107,18 @@ def _reference() -> ModuleType:
     return REFERENCE
 
 
-@pytest.fixture(params=["numba", "triton"])
-def fast(request: pytest.FixtureRequest) -> Iterator[Fast]:
-    module = kernels(request.param)
+def fast_backend(name: str) -> Iterator[Fast]:
+    module = kernels(name)
     if module is None:
-        pytest.skip(f"the {request.param} kernels cannot be loaded here")
+        pytest.skip(f"the {name} kernels cannot be loaded here")
     # the interpreter computes with NumPy, which warns where a GPU is silent
     with np.errstate(all="ignore"):
-        yield Fast(request.param, module, device_of(request.param))
+        yield Fast(name, module, device_of(name))
+
+
+@pytest.fixture(params=["numba", "triton"])
+def fast(request: pytest.FixtureRequest) -> Iterator[Fast]:
+    yield from fast_backend(request.param)
 
 
 def compare(results: tuple[dict[str, Tensor], dict[str, Tensor]], what: object) -> None:
@@ -147,22 +151,20 @@ def quantize(
     module: ModuleType,
     put: Put,
     x: Tensor,
+    lattice: Lattice,
     *,
-    block: int,
-    levels: int,
-    bits: int,
     kind: ScaleKind,
     scale: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Into one buffer, codes then scales, as a wire holds them."""
+    bits = lattice.bits
     size = 4 * x.numel() if bits == 32 else packed_bytes(x.numel(), bits)
-    count = blocks(x.numel(), block)
+    count = blocks(x.numel(), lattice.block)
     body = put(torch.full((size + 4 * count,), 0xAA, dtype=torch.uint8))
     codes = body[:size].view(torch.int32) if bits == 32 else body[:size]
     scales = body[size:].view(torch.float32)
     if scale is not None:
         scales.copy_(scale)
-    lattice = Lattice(block, levels, bits)
     module.quantize(put(x), scales, codes, lattice, dither=Dither(STREAM), kind=kind)
     return {"codes": codes, "scales": scales}
 
@@ -173,16 +175,14 @@ def dequantize(
     codes: Tensor,
     scales: Tensor,
     out: Tensor,
+    lattice: Lattice,
     *,
-    block: int,
-    levels: int,
-    bits: int,
     offset: int,
     stream: Stream | None = None,
     weight: float = 1.0,
     add: bool = False,
 ) -> dict[str, Tensor]:
-    target, lattice = put(out), Lattice(block, levels, bits)
+    target = put(out)
     dither = None if stream is None else Dither(stream)
     output = Output(target, weight, add)
     module.dequantize(put(codes), put(scales), output, lattice, dither=dither, offset=offset)
@@ -301,7 +301,7 @@ def test_blocks_that_are_not_finite_have_equal_bytes(
     for bad, place in fast.some((block, dtype), (math.nan, math.inf), (150, 299)):
         x = gaussian(300).to(dtype)
         x[place] = bad  # torch converts the end of a tensor with other code than its middle
-        results = fast.both(quantize, x, block=block, levels=7, bits=4, kind=MAX)
+        results = fast.both(quantize, x, Lattice(block, 7, 4), kind=MAX)
         for name in ("codes", "scales"):
             wanted, got = (result[name].cpu().view(torch.uint8) for result in results)
             assert_same_bits(got, wanted, (name, bad, place))
@@ -329,9 +329,9 @@ def test_quantize_with_given_scales(fast: Fast, levels: int, block: int) -> None
         x = gaussian(numel)
         scale = torch.zeros(blocks(numel, block))
         _reference().scales(x, scale, block=block, kind=L2)
-        options: dict[str, Any] = {"block": block, "levels": levels, "bits": bits}
-        results = fast.both(quantize, x, kind=GIVEN, scale=scale, **options)
-        compare(results, (numel, options))
+        lattice = Lattice(block, levels, bits)
+        results = fast.both(quantize, x, lattice, kind=GIVEN, scale=scale)
+        compare(results, (numel, lattice))
         wanted = results[0]
         for weight, add, subtract, dtype in fast.some(
             (levels, block), WEIGHTS, (False, True), (False, True), DTYPES
@@ -342,36 +342,27 @@ def test_quantize_with_given_scales(fast: Fast, levels: int, block: int) -> None
                 wanted["codes"],
                 wanted["scales"],
                 out,
+                lattice,
                 stream=STREAM if subtract else None,
                 offset=code_offset(levels, bits),
                 weight=weight,
                 add=add,
-                **options,
             )
-            compare(decoded, (numel, options, weight, add, subtract, dtype))
+            compare(decoded, (numel, lattice, weight, add, subtract, dtype))
 
 
 @pytest.mark.parametrize("levels", [1, 100, 1000, 32767])
 def test_wide_codes(fast: Fast, levels: int) -> None:
     for x in (gaussian(1000), gaussian(129).half(), gaussian(129).bfloat16()):
         scale = x.float().abs().max().view(1)
-        options: dict[str, Any] = {"block": 0, "levels": levels, "bits": 32}
-        results = fast.both(quantize, x, kind=GIVEN, scale=scale, **options)
+        lattice = Lattice(0, levels, 32)
+        results = fast.both(quantize, x, lattice, kind=GIVEN, scale=scale)
         compare(results, levels)
         codes = results[0]["codes"] * 50  # as sums of many
         for weight, add in fast.some(levels, WEIGHTS, (False, True)):
             out = gaussian(x.numel(), seed=3).to(x.dtype)
-            decoded = fast.both(
-                dequantize,
-                codes,
-                scale,
-                out,
-                stream=None,
-                offset=0,
-                weight=weight,
-                add=add,
-                **options,
-            )
+            given = (codes, scale, out, lattice)
+            decoded = fast.both(dequantize, *given, offset=0, weight=weight, add=add)
             compare(decoded, (levels, weight, add))
 
 
@@ -388,9 +379,8 @@ def test_given_scales_that_do_not_fit(fast: Fast, bits: int, scale: float) -> No
     for (largest,) in fast.some((bits, scale), sizes):
         x = base * unit
         x[130] = -torch.tensor(largest) * unit
-        results = fast.both(
-            quantize, x, block=0, levels=levels, bits=bits, kind=GIVEN, scale=torch.tensor([scale])
-        )
+        lattice = Lattice(0, levels, bits)
+        results = fast.both(quantize, x, lattice, kind=GIVEN, scale=torch.tensor([scale]))
         compare(results, (scale, largest))
 
 
@@ -411,19 +401,8 @@ def test_sums_of_codes(fast: Fast, bits: int, workers: int) -> None:
             codes = pack(q + most, 4).view(-1)
         for add, dtype in fast.some((bits, workers), (False, True), DTYPES):
             out = gaussian(numel).to(dtype)
-            decoded = fast.both(
-                dequantize,
-                codes,
-                torch.tensor([0.7]),
-                out,
-                stream=None,
-                block=0,
-                levels=levels,
-                bits=bits,
-                offset=offset,
-                weight=1 / workers,
-                add=add,
-            )
+            given = (codes, torch.tensor([0.7]), out, Lattice(0, levels, bits))
+            decoded = fast.both(dequantize, *given, offset=offset, weight=1 / workers, add=add)
             compare(decoded, (numel, add, dtype))
             if not add and dtype == torch.float32:  # and the reference itself is right
                 wanted = q.view(-1)[:numel].double() * 0.7 / levels / workers
@@ -474,15 +453,8 @@ def test_rounding_ties_of_quantize(fast: Fast, levels: int, scale: float) -> Non
     x = tie_inputs(levels, scale, gain, seed=levels)
     bits = fixed_bits(levels)
     for ((kind, block),) in fast.some((levels, scale), ((MAX, 0), (MAX, 512), (GIVEN, 0))):
-        results = fast.both(
-            quantize,
-            x,
-            block=block,
-            levels=levels,
-            bits=bits,
-            kind=kind,
-            scale=torch.tensor([scale]),
-        )
+        lattice = Lattice(block, levels, bits)
+        results = fast.both(quantize, x, lattice, kind=kind, scale=torch.tensor([scale]))
         compare(results, (levels, scale, kind, block))
 
 
@@ -501,9 +473,7 @@ def test_ties_are_where_rounding_matters() -> None:
 @pytest.mark.parametrize("levels", [1000, 32767])
 def test_rounding_ties_of_wide_codes(fast: Fast, levels: int) -> None:
     x = tie_inputs(levels, 1.0, float(levels << fraction_bits(levels)), seed=1)
-    results = fast.both(
-        quantize, x, block=0, levels=levels, bits=32, kind=GIVEN, scale=torch.ones(1)
-    )
+    results = fast.both(quantize, x, Lattice(0, levels, 32), kind=GIVEN, scale=torch.ones(1))
     compare(results, levels)
 
 
@@ -525,19 +495,8 @@ def test_rounding_ties_of_16_bit_outputs(fast: Fast, dtype: torch.dtype) -> None
     smallest = 0.0 if fast.interpreted else -tiny
     for start, weight in itertools.product((None, 0.0, 1.0, smallest), (1.0, 2.0)):
         out = torch.full(q.shape, start or 0.0, dtype=dtype)
-        decoded = fast.both(
-            dequantize,
-            codes,
-            scale,
-            out,
-            stream=None,
-            block=4,
-            levels=1,
-            bits=2,
-            offset=1,
-            weight=weight,
-            add=start is not None,
-        )
+        given = (codes, scale, out, Lattice(4, 1, 2))
+        decoded = fast.both(dequantize, *given, offset=1, weight=weight, add=start is not None)
         compare(decoded, (start, weight))
         if start is None and weight == 1.0:  # torch's own conversion, as a second opinion
             wanted = (q.view(-1, 4) * scale[:, None]).clamp(-largest, largest).to(dtype).view(-1)
@@ -557,19 +516,8 @@ def test_decoding_at_extreme_scales_and_weights(fast: Fast, weight: float) -> No
         if fast.interpreted and dtype == torch.bfloat16 and not add:
             continue  # see Fast.input
         out = gaussian(numel).to(dtype)
-        decoded = fast.both(
-            dequantize,
-            codes,
-            scale,
-            out,
-            stream=stream,
-            block=40,
-            levels=7,
-            bits=4,
-            offset=7,
-            weight=weight,
-            add=add,
-        )
+        given = (codes, scale, out, Lattice(40, 7, 4))
+        decoded = fast.both(dequantize, *given, stream=stream, offset=7, weight=weight, add=add)
         compare(decoded, (weight, dtype, add))
 
 
@@ -584,19 +532,8 @@ def test_scales_shared_by_whole_groups(fast: Fast, block: int, scale: float) -> 
         generator = torch.Generator().manual_seed(bits)
         size = packed_bytes(1000, bits)
         codes = torch.randint(0, 256, (size,), generator=generator).to(torch.uint8)
-        decoded = fast.both(
-            dequantize,
-            codes,
-            scales,
-            torch.empty(1000),
-            stream=stream,
-            block=block,
-            levels=levels,
-            bits=bits,
-            offset=code_offset(levels, bits),
-            weight=1.0,
-            add=False,
-        )
+        given = (codes, scales, torch.empty(1000), Lattice(block, levels, bits))
+        decoded = fast.both(dequantize, *given, stream=stream, offset=code_offset(levels, bits))
         compare(decoded, (bits, block, scale))
 
 

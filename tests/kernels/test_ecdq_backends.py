@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +16,13 @@ import torch
 from helpers import (
     INPUTS,
     assert_same_bits,
+    captured,
     covering,
-    device_of,
     gaussian,
-    kernels,
     mostly_zero,
     student_t3,
 )
+from test_backends import Fast, fast, fast_backend
 from torch import Tensor
 
 import laconic as lc
@@ -32,37 +32,23 @@ from laconic.kernels._coding import CHUNK, Budgets, Kind, Section, Subtract, mos
 from laconic.kernels._reference.coding import _check
 from laconic.kernels._reference.group import draws
 
+__all__ = ["fast"]
 STREAM = lc.Key(seed=5, step=2, tensor=1).stream()
 CODING = Coding(Kind.BITMAP, STREAM)
 EMPTY = 0x55555555  # what a section holds before it is written
 
 
-@dataclass(frozen=True)
-class Fast:
-    """A fast backend, and where its tensors live."""
-
-    name: str
-    module: ModuleType
-    device: torch.device
-
-
-@pytest.fixture(params=["numba", "triton"])
-def fast(request: pytest.FixtureRequest) -> Iterator[Fast]:
-    module = kernels(request.param)
-    if module is None:
-        pytest.skip(f"the {request.param} kernels cannot be loaded here")
-    # the interpreter computes with NumPy, which warns where a GPU is silent
-    with np.errstate(all="ignore"):
-        yield Fast(request.param, module, device_of(request.param))
-
-
 @pytest.fixture
 def triton() -> Iterator[Fast]:
-    module = kernels("triton")
-    if module is None:
-        pytest.skip("the triton kernels cannot be loaded here")
-    with np.errstate(all="ignore"):
-        yield Fast("triton", module, device_of("triton"))
+    yield from fast_backend("triton")
+
+
+Run = tuple[Any, torch.device]
+
+
+def both(fast: Fast) -> tuple[Run, Run]:
+    """The kernels of the reference and these, and where their tensors live."""
+    return (_reference, torch.device("cpu")), (fast.module, fast.device)
 
 
 def section(parts: tuple[int, ...], device: torch.device, behind: int = 8) -> Section:
@@ -138,7 +124,7 @@ def test_bytes_and_decoded_bits_are_equal(fast: Fast, name: str) -> None:
     case = CASES[name]
     parts, steps = case.parts or (case.x.numel(),), torch.tensor(case.steps)
     wires = []
-    for module, device in ((_reference, torch.device("cpu")), (fast.module, fast.device)):
+    for module, device in both(fast):
         wires.append(section(parts, device))
         module.ecdq_encode(
             case.x.to(device),
@@ -240,7 +226,7 @@ def test_samples_of_blocks_and_budgets_are_those_of_the_reference(
     """Segments of more blocks than are sampled."""
     x = WIDE[name]()
     results = []
-    for module, device in ((_reference, torch.device("cpu")), (fast.module, fast.device)):
+    for module, device in both(fast):
         steps, budgets = torch.zeros(3, device=device), Budgets.of(3, device)
         rule = StepRule((0.08, 0.02, 0.3), subtract=subtract)
         module.ecdq_steps(x.to(device), steps, WIDE_PARTS, rule, budgets)
@@ -256,7 +242,7 @@ def test_segments_that_cost_too_much_take_their_safe_steps(fast: Fast, subtract:
     x = torch.cat([student_t3(CHUNK + 700), gaussian(600), mostly_zero(9000), gaussian(613)])
     limits = torch.tensor([1e-3, 1e9, 1e-3, torch.inf, 1e-3], dtype=torch.float64)
     results = []
-    for module, device in ((_reference, torch.device("cpu")), (fast.module, fast.device)):
+    for module, device in both(fast):
         steps, budgets = torch.zeros(5, device=device), Budgets.of(5, device)
         rule = StepRule(5 * (0.0,), step=1.3, subtract=subtract)
         module.ecdq_steps(x.to(device), steps, parts, rule, budgets)
@@ -480,14 +466,8 @@ def test_a_step_never_waits_for_the_device(spec: str) -> None:
     def work() -> None:
         codec.decode(codec.encode(x, key, segments=parts), out=out)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    expected = out.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
+    work()
+    expected, graph = out.clone(), captured(work)
     for _ in range(3):
         out.zero_()
         graph.replay()

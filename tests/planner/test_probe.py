@@ -59,9 +59,7 @@ def on_two_nodes(rank: int) -> dict:
     return asdict(probe(codecs=("dqsg:bits=4",), patience_s=PATIENCE_S))
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    return ranks.run([with_a_model, with_adamw, on_two_nodes], 4, tmp_path_factory.mktemp("probe"))
+answers = ranks.shared([with_a_model, with_adamw, on_two_nodes], 4)
 
 
 @pytest.mark.parametrize("job", ["with_a_model", "with_adamw", "on_two_nodes"])

@@ -7,7 +7,6 @@ import threading
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -532,16 +531,8 @@ def digits(rank: int) -> dict[str, Any]:
 
 MATHS = (golden, same_bits, like_synchronous, broken)
 USES = (counted, buffers, learning_rates, scaled, watched, refused, some_ranks, digits)
-
-
-@pytest.fixture(scope="module")
-def maths(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    return ranks.run(MATHS, SIZE, Path(tmp_path_factory.mktemp("local")))
-
-
-@pytest.fixture(scope="module")
-def uses(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    return ranks.run(USES, SIZE, Path(tmp_path_factory.mktemp("local")))
+maths = ranks.shared(MATHS, SIZE)
+uses = ranks.shared(USES, SIZE)
 
 
 def of_all(answers: ranks.Answers, name: str) -> list[Any]:

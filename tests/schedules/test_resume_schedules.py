@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from helpers import equal
+from helpers import refusal as said
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.nn.parallel import DistributedDataParallel
@@ -212,17 +212,9 @@ def with_a_server(rank: int) -> list[str]:
         _, later = run(5, 9, order, saved)
         if rank == 0:
             at_once["identity"] = later["identity"]
-        if not equal_trees(at_once, later):
+        if not equal(at_once, later):
             wrong.append(order)
     return wrong
-
-
-def equal_trees(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal_trees(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal_trees, a, b))
-    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 def rows(rank: int) -> tuple[Tensor, Tensor]:
@@ -236,7 +228,8 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 
 def svrg(rank: int) -> list[str]:
     wrong = []
-    for settings in ({"codec": "feedback(qsgd:bits=2)@scatter-reduce"}, NESTED):
+    specs = ("feedback(qsgd:bits=2)@scatter-reduce", "ecdq:error=0.1@scatter-reduce")
+    for settings in ({}, *({"codec": spec} for spec in specs), NESTED):
         for cut in (3, 7):  # in an epoch of five steps, and in the next one
             wrong += [f"{settings} {cut} {order}" for order in _svrg(rank, cut, settings)]
     return wrong
@@ -252,12 +245,15 @@ def _svrg(rank: int, cut: int, settings: dict[str, Any]) -> list[str]:
         for _ in range(first, STEPS):
             opt.step()
 
+    def ended(model: nn.Module, opt: lc.QSVRG) -> dict[str, Any]:
+        return {**model.state_dict(), "loss": opt.stats().loss}
+
     model, opt = made(0)
     for _ in range(cut):
         opt.step()
     saved = through_a_file({"model": model.state_dict(), "opt": opt.state_dict()})
     go(opt, cut)
-    wanted, wrong = model.state_dict(), []
+    wanted, wrong = ended(model, opt), []
     for order in ORDERS[1:]:
         other, opt = made(100 + rank)
         for act in order.split(", ")[1:]:
@@ -266,17 +262,9 @@ def _svrg(rank: int, cut: int, settings: dict[str, Any]) -> list[str]:
             else:
                 opt.load_state_dict(saved["opt"])
         go(opt, cut)
-        if not equal(dict(other.state_dict()), dict(wanted)):
+        if not equal(ended(other, opt), wanted):
             wrong.append(order)
     return wrong
-
-
-def said(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except lc.ConfigError as error:
-        return str(error)
-    return ""
 
 
 def wrong_ranks(rank: int) -> dict[str, str]:
@@ -478,11 +466,8 @@ def one_file(rank: int) -> dict[str, Any]:
 
 JOBS = (orders, with_a_server, svrg, wrong_ranks, frozen, odd_tensors, other_shapes)
 FILES = (distributed_checkpoint, one_file)
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    return ranks.run(JOBS, SIZE, Path(tmp_path_factory.mktemp("resume")))
+found = ranks.shared(JOBS, SIZE)
+files = ranks.shared(FILES, SIZE)
 
 
 def test_the_order_of_loading_does_not_matter(found: ranks.Answers) -> None:
@@ -518,11 +503,6 @@ def test_tensors_of_any_dtype_start_equal(found: ranks.Answers) -> None:
         assert "table (rank 0: (3,) torch.float32; rank 1: (4,)" in found[rank, "other_shapes"]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    return ranks.run(FILES, SIZE, Path(tmp_path_factory.mktemp("files")))
-
-
 def test_distributed_checkpoints_hold_every_ranks_state(files: ranks.Answers) -> None:
     refusals = []
     for rank in range(SIZE):
@@ -551,14 +531,6 @@ def test_one_file_holds_every_ranks_state(files: ranks.Answers) -> None:
 
 
 # In one process
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    store: Any = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 MAKERS: dict[str, Maker] = {"LocalSGD": local(codec="none"), "SSD": ssd(codec="none")}

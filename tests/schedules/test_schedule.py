@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,9 +83,7 @@ def every_kind(rank: int) -> dict[str, dict[str, Any]]:
     return {kind: used(kind, rank) for kind in KINDS}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    return ranks.run([every_kind], SIZE, Path(tmp_path_factory.mktemp("schedules")))
+found = ranks.shared([every_kind], SIZE)
 
 
 @pytest.mark.parametrize("kind", KINDS)

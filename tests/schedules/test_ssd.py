@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from helpers import refusal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -473,16 +474,11 @@ def other_forms(rank: int) -> dict[str, Any]:
 
 def disagreeing(rank: int) -> str:
     model = Number()
-    try:
-        lc.SSD(torch.optim.SGD(model.parameters(), lr=0.1), model, period=2 + rank)
-    except lc.ConfigError as error:
-        return str(error)
-    return ""
+    return refusal(lambda: lc.SSD(sgd(model), model, period=2 + rank))
 
 
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    jobs = [
+three = ranks.shared(
+    [
         golden_rows,
         disagreeing,
         delayed_sgd,
@@ -495,8 +491,9 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
         overflowing,
         scaled,
         other_forms,
-    ]
-    return ranks.run(jobs, 3, tmp_path_factory.mktemp("three"))
+    ],
+    3,
+)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -621,14 +618,6 @@ def test_a_rule_may_write_over_what_was_seen(rule: LocalRule) -> None:
     again = moment(True, squares[1] if rule.remembers else None)
     rule.step(again, again.seen)
     assert torch.equal(again.seen, out)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    store: Any = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -174,34 +172,6 @@ def qsgd(rank: int) -> list[float]:
     return [*values, told(rank, model)]
 
 
-def resumed(rank: int) -> dict[str, Any]:
-    """Runs that stop in the middle of an epoch and go on elsewhere, beside ones that do not."""
-    answers = {}
-    for text in ("", "feedback(qsgd:bits=2)@scatter-reduce", "ecdq:error=0.1@scatter-reduce"):
-        spec = text or None
-
-        def make(model: nn.Module, spec: str | None = spec) -> lc.QSVRG:
-            return lc.QSVRG(model, logistic, shard(rank), lr=LR, steps=10, codec=spec, seed=5)
-
-        model = linear()
-        svrg = make(model)
-        for _ in range(14):
-            svrg.step()
-        kept = io.BytesIO()
-        torch.save(svrg.state_dict(), kept)
-        kept.seek(0)
-        other = nn.Linear(64, 10)
-        again = make(other)
-        again.load_state_dict(torch.load(kept, weights_only=True))
-        middle = digest(other) == digest(model)
-        one, two = svrg.epoch(), again.epoch()  # the rest of the second epoch
-        svrg.epoch()
-        again.epoch()
-        answers[text] = (middle, one.steps, two.steps, one.loss == two.loss, svrg.stats().epochs)
-        answers[text] += (digest(other) == digest(model), digest(model))
-    return answers
-
-
 def tiny(rank: int) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor], tuple[Tensor, Tensor]]:
     """Logistic regression on 1, 2 and 3 samples, in five dimensions."""
     generator = torch.Generator().manual_seed(3)
@@ -304,12 +274,8 @@ def drawn(rank: int) -> list[int]:
     return svrg._draw()
 
 
-JOBS = (drawn, qsvrg, qsgd, resumed, enumerated, pairs, complaints, poisoned, part_of_the_world)
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    return ranks.run(JOBS, SIZE, Path(tmp_path_factory.mktemp("ranks")))
+JOBS = (drawn, qsvrg, qsgd, enumerated, pairs, complaints, poisoned, part_of_the_world)
+answers = ranks.shared(JOBS, SIZE)
 
 
 def gaps(values: Sequence[float]) -> list[float]:
@@ -378,15 +344,6 @@ def test_all_ranks_hold_the_same_bits_after_every_step(answers: ranks.Answers) -
     assert len(set(first)) == len(first)
     assert all(answers[rank, "qsvrg"]["seen"] == first for rank in range(SIZE))
     assert answers[0, "part_of_the_world"] == answers[2, "part_of_the_world"] != ""
-
-
-def test_a_run_goes_on_exactly_from_the_middle_of_an_epoch(answers: ranks.Answers) -> None:
-    for rank in range(SIZE):
-        for text, found in answers[rank, "resumed"].items():
-            middle, one, two, same_loss, epochs, end, last = found
-            assert middle and end and same_loss, text
-            assert one == two == 6 and epochs == 3
-            assert last == answers[0, "resumed"][text][-1]
 
 
 def test_the_average_step_over_all_draws_is_the_gradient(answers: ranks.Answers) -> None:

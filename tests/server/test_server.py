@@ -14,7 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from helpers import PATIENCE_S
+from helpers import PATIENCE_S, refusal
 from test_ssd import GOLDEN, TARGETS, Number, flat, loss_of, network, train
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
@@ -181,10 +181,7 @@ def refusals(rank: int) -> dict[str, str]:
     found = {}
 
     def heard(name: str, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except lc.ConfigError as error:
-            found[name] = str(error)
+        found[name] = refusal(work)
 
     if opt.serves:
         heard("step", opt.step)
@@ -320,26 +317,27 @@ def async_state_of_another(rank: int) -> str:
     state = opt.state_dict()
     served(opt, lambda: None)
     other = lc.AsyncSGD(sgd(model), model, codec="none", max_delay=5)
-    try:
-        other.load_state_dict(state)
-    except lc.ConfigError as error:
-        return str(error)
-    finally:
-        served(other, lambda: None)
-    return ""
+    said = refusal(lambda: other.load_state_dict(state))
+    served(other, lambda: None)
+    return said
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    jobs = (one_worker_is_sgd, async_resumed, async_state_of_another)
-    return ranks.run(jobs, 2, tmp_path_factory.mktemp("two"))
+two = ranks.shared((one_worker_is_sgd, async_resumed, async_state_of_another), 2)
 
 
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    jobs = (golden_rows, equals_collectives, found_inf, bytes_of, refusals)
-    more = (nested, a_slow_worker, steps_when_not_finite)
-    return ranks.run((*jobs, *more), 3, tmp_path_factory.mktemp("three"))
+three = ranks.shared(
+    (
+        golden_rows,
+        equals_collectives,
+        found_inf,
+        bytes_of,
+        refusals,
+        nested,
+        a_slow_worker,
+        steps_when_not_finite,
+    ),
+    3,
+)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -527,10 +525,7 @@ def come_and_go(rank: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def five(tmp_path_factory: pytest.TempPathFactory) -> ranks.Answers:
-    jobs = (every_codec, bounded_delays, come_and_go)
-    return ranks.run(jobs, 5, tmp_path_factory.mktemp("five"))
+five = ranks.shared((every_codec, bounded_delays, come_and_go), 5)
 
 
 @pytest.mark.parametrize("kind", ["ssd", "async"])

@@ -81,10 +81,21 @@ def test_what_is_wrong_is_found(how: str, rule: str) -> None:
         check_exchange(Broken(how=how), codecs=FEW, ranks=(2,))
 
 
-@pytest.mark.parametrize("name", ["scatter-reduce", "nested", "hierarchical:inner=allgather"])
+OURS = {
+    "scatter-reduce": FEW,
+    "hierarchical:inner=allgather": FEW,
+    "nested": ("ndqsg",),
+    "allreduce": ("none", "global:bits=8"),
+    "ring:pieces=2": ("global:bits=4",),
+    "tree": ("global-exp:bits=8",),
+    "sparse": ("global:norm=l2,coder=elias",),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_ours_keep_every_rule(name: str) -> None:
     ranks.processes()
-    check_exchange(name, codecs=(*FEW, "ndqsg"), ranks=(1, 3))
+    check_exchange(name, codecs=OURS[name], ranks=(1, 3))
 
 
 def test_what_processes_cannot_be_given_is_told() -> None:

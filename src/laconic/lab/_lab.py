@@ -86,7 +86,8 @@ class Lab:
             if lacking:
                 raise LabError(lacking)
             for namespace in abandoned():
-                _remove(namespace)
+                with suppress(LabError):  # another lab that begins now may be removing it, too
+                    _remove(namespace)
             network.make(self.rate_mbit)
             self._open.append((network, handlers))
         except BaseException:

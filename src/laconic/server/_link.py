@@ -224,13 +224,14 @@ class Roles:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, servers: int, timeout_s: float) -> None:
-        self.lane, self.servers = CommLane(own_group(group, timeout_s)), servers
-        self.workers = self.group.size() - servers
-        if self.workers < 1:
+        size = dist.get_world_size(group)
+        if servers >= size:  # before a group is made, which others may still be connecting to
             raise ConfigError(
-                f"{servers} servers among {self.group.size()} ranks leave no worker: start more "
-                "ranks, or take fewer servers"
+                f"{servers} servers among {size} ranks leave no worker: start more ranks, or take "
+                "fewer servers"
             )
+        self.lane, self.servers = CommLane(own_group(group, timeout_s)), servers
+        self.workers = size - servers
         rank = self.group.rank()
         self.serves = rank < servers
         self.number = rank if self.serves else rank - servers
