@@ -11,6 +11,14 @@ import laconic as lc
 from laconic.schedules import LocalRule, LocalStep
 
 
+def of_the_pull(at: LocalStep) -> Tensor:
+    """The velocity, made anew of what the last pull has brought."""
+    assert at.velocity is not None
+    if at.fresh:
+        torch.sub(at.pulled, at.w, out=at.velocity).mul_(1 / at.period)
+    return at.velocity
+
+
 @dataclass(frozen=True, kw_only=True)
 class Held(LocalRule):
     """GLU whose w_pre - w is the global displacement of the last period all through the next.
@@ -27,10 +35,7 @@ class Held(LocalRule):
         return ("velocity",)
 
     def step(self, at: LocalStep, out: Tensor) -> None:
-        v = at.velocity
-        assert v is not None
-        if at.fresh:
-            torch.sub(at.pulled, at.w, out=v).mul_(1 / at.period)
+        v = of_the_pull(at)
         half = 0.5 if self.halve and not at.fresh else 1.0
         torch.mul(v, half * self.beta, out=out)
         out.add_(at.g, alpha=half * at.lr * self.alpha)
@@ -51,10 +56,7 @@ class Lagged(LocalRule):
         return ("velocity",)
 
     def step(self, at: LocalStep, out: Tensor) -> None:
-        v = at.velocity
-        assert v is not None
-        if at.fresh:
-            torch.sub(at.pulled, at.w, out=v).mul_(1 / at.period)
+        v = of_the_pull(at)
         v.mul_(self.momentum).add_(at.g, alpha=at.lr).add_(at.w, alpha=at.lr * at.decay)
         out.copy_(v)
 
@@ -70,9 +72,7 @@ class LaggedAdam(LocalRule):
         return ("velocity", "square")
 
     def step(self, at: LocalStep, out: Tensor) -> None:
-        assert at.velocity is not None
-        if at.fresh:
-            torch.sub(at.pulled, at.w, out=at.velocity).mul_(1 / at.period)
+        of_the_pull(at)
         lc.AdamRule(gain=self.gain, share=0.0).step(at, out)
 
 

@@ -14,6 +14,7 @@ import copy
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -183,11 +184,11 @@ def network() -> nn.Sequential:
     )
 
 
-def main() -> None:
+def serve(made: Callable[[], Worker]) -> None:
     """Answer until stdin ends."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    worker = Worker(Path(sys.argv[1]))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    worker = made()
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         print(json.dumps(worker.answer(json.loads(line))), flush=True)
@@ -195,4 +196,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda: Worker(Path(sys.argv[1])))

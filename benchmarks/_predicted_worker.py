@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks._network_worker import Worker
+from benchmarks._network_worker import Worker, serve
 from laconic.planner import Setup, probe
 
 
@@ -38,33 +35,24 @@ def made(name: str) -> nn.Module:
     )
 
 
-def probed(worker: Worker, codecs: list[str], seconds: float) -> dict[str, Any]:
-    """What a probe finds, with this rank's data."""
-    worker.prepare("compute alone")
+class Prober(Worker):
+    """A rank that can probe."""
 
-    def loss(model: nn.Module) -> Tensor:
-        images, labels = worker.batch()
-        return nn.functional.cross_entropy(model(images), labels)
+    def answer(self, job: dict[str, Any]) -> dict[str, Any]:
+        """What the parent is told."""
+        return self.probed(job["probe"], job["seconds"]) if "probe" in job else super().answer(job)
 
-    setup = Setup(worker.trained, loss, worker.optimizer)
-    return asdict(probe(setup, codecs=codecs, patience_s=seconds))
+    def probed(self, codecs: list[str], seconds: float) -> dict[str, Any]:
+        """What a probe finds, with this rank's data."""
+        self.prepare("compute alone")
 
+        def loss(model: nn.Module) -> Tensor:
+            images, labels = self.batch()
+            return nn.functional.cross_entropy(model(images), labels)
 
-def main() -> None:
-    """Answer until the parent has heard enough."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    worker = Worker(Path(sys.argv[2]), made(sys.argv[1]))
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        if "probe" in job:
-            answer = probed(worker, job["probe"], job["seconds"])
-        else:
-            answer = worker.answer(job)
-        print(json.dumps(answer), flush=True)
-    dist.destroy_process_group()
+        setup = Setup(self.trained, loss, self.optimizer)
+        return asdict(probe(setup, codecs=codecs, patience_s=seconds))
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda: Prober(Path(sys.argv[2]), made(sys.argv[1])))

@@ -58,10 +58,10 @@ _MOST, _FEWEST, _SECONDS = 40, 12, 3.0  # steps of a strategy: as many as last s
 _PATIENCE_S = 400.0
 
 
-def ask(run: lab.Run, job: dict[str, Any]) -> list[dict[str, Any]]:
+def ask(run: lab.Run, job: dict[str, Any], patience_s: float = _PATIENCE_S) -> list[dict[str, Any]]:
     """Every rank's answer."""
     run.send(json.dumps(job))
-    return [json.loads(line) for line in run.receive(timeout_s=_PATIENCE_S)]
+    return [json.loads(line) for line in run.receive(timeout_s=patience_s)]
 
 
 def measure(run: lab.Run, net: lab.Network | None, strategy: str, steps: int) -> dict[str, Any]:

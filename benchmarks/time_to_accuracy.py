@@ -10,9 +10,8 @@ SSD what is under way is waited for before it, and that is.
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from rich.table import Table
 from benchmarks import _fashion
 from benchmarks._network_worker import FP16, FP32
 from benchmarks._rows import command_line, save, view
+from benchmarks.network import HOSTS, ask, launch
 from laconic import lab
 
-HOSTS, EVERY, MOST = 4, 20, 700
+EVERY, MOST = 20, 700
 STRATEGIES = (
     "ssd k=4 ecdq:error=0.08",
     "ecdq:error=0.08",
@@ -37,8 +37,7 @@ STRATEGIES = (
 def reach(run: lab.Run, strategy: str, goal: float, seconds: float) -> dict[str, Any]:
     """One strategy at the present rate."""
     job = {"reach": goal, "strategy": strategy, "every": EVERY, "most": MOST, "seconds": seconds}
-    run.send(json.dumps(job))
-    answers = [json.loads(line) for line in run.receive(timeout_s=seconds + 300)]
+    answers = ask(run, job, seconds + 300)
     steps, spent, accuracy = answers[0]["seen"][-1]
     return {
         "strategy": strategy,
@@ -59,12 +58,11 @@ def main() -> None:
     options = parser.parse_args()
     _fashion.check()
     console, rows = Console(), []
-    with tempfile.TemporaryDirectory() as folder, lab.Lab(hosts=HOSTS) as net:
-        start = Path(folder) / "start.pt"
-        command = [sys.executable, "-m", "benchmarks._network_worker", str(start)]
-        run = net.start(command, talk=True)
-        run.receive(timeout_s=120)
-        for rate in options.rates.split(","):
+    rates = options.rates.split(",")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        net, run = launch(rates, Path(folder) / "start.pt", stack)
+        assert net is not None
+        for rate in rates:
             net.shape(*map(float, rate.split("/")))
             found = []
             for strategy in STRATEGIES:

@@ -73,7 +73,7 @@ def device_of(name: str) -> torch.device:
 
 def decode(codec: lc.Codec, wire: lc.Wire, x: Tensor, **options) -> Tensor:
     """Decode any codec; ndqsg gets x itself as side information, so that no cell is wrong."""
-    if codec.name == "ndqsg":
+    if "ndqsg" in str(codec):
         options.setdefault("side", torch.zeros_like(x) if not x.isfinite().all() else x)
     return codec.decode(wire, **options)
 
@@ -131,9 +131,10 @@ def equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
-def equal_everywhere(model: nn.Module) -> bool:
-    """Whether all ranks hold the same bits."""
-    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+def equal_everywhere(given: nn.Module | dict[str, Tensor]) -> bool:
+    """Whether all ranks hold the same bits of parameters, or of these values."""
+    values = given.values() if isinstance(given, dict) else given.parameters()
+    mine = torch.cat([value.detach().flatten() for value in values])
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     return all(torch.equal(mine, other) for other in every)
@@ -150,6 +151,17 @@ def warnings_told() -> Iterator[list[str]]:
         yield told
     finally:
         logger.removeHandler(handler)
+
+
+@contextmanager
+def kernel_threads(count: int) -> Iterator[None]:
+    """So many for the CPU's kernels meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def covering(*values: Sequence[Any]) -> list[tuple[Any, ...]]:

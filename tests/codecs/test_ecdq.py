@@ -9,7 +9,15 @@ import math
 
 import pytest
 import torch
-from helpers import DTYPES, INPUTS, assert_same_bits, gaussian, mostly_zero, student_t3
+from helpers import (
+    DTYPES,
+    INPUTS,
+    assert_same_bits,
+    gaussian,
+    kernel_threads,
+    mostly_zero,
+    student_t3,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -229,14 +237,10 @@ def test_threads_change_no_byte(threads: int) -> None:
     codec = lc.ECDQ()
     one = codec.encode(x, KEY)
     y = codec.decode(one)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with kernel_threads(threads):
         many = codec.encode(x, KEY)
         assert_same_bits(many.data, one.data)
         assert_same_bits(codec.decode(many), y)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_the_wrong_key_is_found() -> None:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -22,8 +19,8 @@ import torch
 from helpers import (
     DTYPES,
     FLT_MAX,
-    PATIENCE_S,
     assert_same_bits,
+    decode,
     device_of,
     gaussian,
     kernels,
@@ -107,11 +104,6 @@ def reference() -> ModuleType:
     module = kernels("reference")
     assert module is not None
     return module
-
-
-def decode(codec: lc.Codec, wire: lc.Wire, x: Tensor, **options: Any) -> Tensor:
-    side = x if "ndqsg" in str(codec) else None
-    return codec.decode(wire, side=side, **options)
 
 
 def nmse(codec: lc.Codec | str, x: Tensor, seeds: int = 1) -> float:
@@ -519,26 +511,6 @@ def test_settings() -> None:
         codec.encode(gaussian(10), KEY, norm=1.0)
     with pytest.raises(TypeError, match="cannot be summed"):
         _ = codec.encode(gaussian(10), KEY).payload
-
-
-@pytest.mark.parametrize("spec", ["rotate(dqsg:bits=4)", "rotate(qsgd:block=100)", "rotate(ndqsg)"])
-def test_two_threads_encode_at_once(spec: str) -> None:
-    """Scratch is not shared."""
-    codec, together = lc.codec(spec), threading.Barrier(2, timeout=PATIENCE_S)
-    xs = [gaussian(20_000, seed=seed) for seed in range(2)]
-    wanted = [codec.encode(x, KEY).data for x in xs]
-    decoded = [decode(codec, codec.encode(x, KEY), x) for x in xs]
-
-    def work(i: int) -> None:
-        for _ in range(20):
-            together.wait()
-            wire = codec.encode(xs[i], KEY)
-            assert_same_bits(wire.data, wanted[i])
-            assert_same_bits(decode(codec, wire, xs[i]), decoded[i])
-
-    with ThreadPoolExecutor(2) as pool:
-        for future in [pool.submit(copy_context().run, work, i) for i in range(2)]:
-            future.result(timeout=PATIENCE_S)
 
 
 def test_reference_on_request() -> None:

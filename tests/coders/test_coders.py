@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers import kernel_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,34 +22,22 @@ KEY = lc.Key(seed=11, step=2)
 COUNTS = (1, 2, 127, 511, 512, 513, 8191, 8192, 8193, 20_000)
 
 
+KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "dense": lambda rng, n: np.floor(rng.standard_normal(n) + rng.random(n)),
+    "sparse": lambda rng, n: KINDS["dense"](rng, n) * (rng.random(n) < 0.05),
+    "heavy": lambda rng, n: rng.standard_cauchy(n) * 2,
+    "zero": lambda rng, n: np.zeros(n),
+    "lone": lambda rng, n: np.where(np.arange(n) == n // 2, -32767, 0),
+    "largest": lambda rng, n: rng.choice([-32767, 32767], n),
+    "uniform": lambda rng, n: rng.integers(-200, 201, n),
+    "constant": lambda rng, n: np.full(n, 15),
+    "alternating": lambda rng, n: np.where(np.arange(n) % 2, 14, -16),
+}
+
+
 def integers(kind: str, count: int) -> Tensor:
-    rng = np.random.default_rng(count)
-    normal = rng.standard_normal(count)
-    values = {
-        "dense": np.floor(normal + rng.random(count)),
-        "sparse": np.floor(normal + rng.random(count)) * (rng.random(count) < 0.05),
-        "heavy": rng.standard_cauchy(count) * 2,
-        "zero": np.zeros(count),
-        "lone": np.where(np.arange(count) == count // 2, -32767, 0),
-        "largest": rng.choice([-32767, 32767], count),
-        "uniform": rng.integers(-200, 201, count),
-        "constant": np.full(count, 15),
-        "alternating": np.where(np.arange(count) % 2, 14, -16),
-    }[kind]
+    values = KINDS[kind](np.random.default_rng(count), count)
     return torch.from_numpy(np.clip(np.rint(values), -32767, 32767).astype(np.int16))
-
-
-KINDS = (
-    "dense",
-    "sparse",
-    "heavy",
-    "zero",
-    "lone",
-    "largest",
-    "uniform",
-    "constant",
-    "alternating",
-)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,13 +85,9 @@ def test_bytes_are_integers_too(name: str) -> None:
 def test_threads_change_no_byte(name: str) -> None:
     q = integers("heavy", 300_000)
     data = coder(name).encode(q, KEY)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
+    with kernel_threads(3):
         assert torch.equal(coder(name).encode(q, KEY), data)
         assert torch.equal(coder(name).decode(data, 300_000, KEY), q)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", coders())

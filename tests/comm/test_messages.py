@@ -222,10 +222,8 @@ def test_a_message_of_which_the_end_is_missing_is_damaged(kept: int) -> None:
 
 def test_every_bit_of_a_message_counts() -> None:
     with memory_groups(2) as groups:
-        context, name = (
-            ExchangeContext(group=groups[0], seed=3, step=STEP),
-            Name(Kind.ALL_GATHER, 1),
-        )
+        context = ExchangeContext(group=groups[0], seed=3, step=STEP)
+        name = Name(Kind.ALL_GATHER, 1)
         data = torch.randint(256, (FRAME_BYTES + 64,), dtype=torch.uint8)
         seal(data, context, name)
         for bit in range(8 * data.numel()):
@@ -422,10 +420,8 @@ class TestOnADevice:
     @pytest.mark.parametrize("verify", ["sum", "none"])
     def test_frames_are_those_of_the_host(self, verify: str) -> None:
         with memory_groups(2) as groups:
-            context, name = (
-                ExchangeContext(group=groups[0], step=STEP, verify=verify),
-                Name(Kind.ALL_TO_ALL, 1),
-            )
+            context = ExchangeContext(group=groups[0], step=STEP, verify=verify)
+            name = Name(Kind.ALL_TO_ALL, 1)
             data = torch.randint(256, (80,), dtype=torch.uint8)
             other = data.clone()
             seal(data, context, name)
@@ -454,10 +450,8 @@ class TestOnADevice:
     def test_another_step_is_told_later(self) -> None:
         with memory_groups(2) as groups:
             for verify in ("sum", "none"):
-                context, name = (
-                    ExchangeContext(group=groups[0], step=STEP, verify=verify),
-                    Name(Kind.ALL_TO_ALL, 1),
-                )
+                context = ExchangeContext(group=groups[0], step=STEP, verify=verify)
+                name = Name(Kind.ALL_TO_ALL, 1)
                 data = torch.zeros(80, dtype=torch.uint8)
                 seal(data, replace(context, step=7), name)
                 self.opened(data, context, name)

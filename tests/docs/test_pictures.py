@@ -49,18 +49,13 @@ def test_no_picture_is_left_over_and_all_are_shown() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_picture_says_what_it_shows(path: Path) -> None:
-    root = ElementTree.parse(path).getroot()
+def test_a_picture_says_what_it_shows_in_light_and_dark_and_on_a_phone(path: Path) -> None:
+    text = path.read_text()
+    root = ElementTree.fromstring(text)
     title, described = root.find(f"{SVG}title"), root.find(f"{SVG}desc")
     assert title is not None and words(title)
     assert described is not None and len(words(described)) > 40
     assert root.get("role") == "img"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_picture_is_readable_in_light_and_dark_and_on_a_phone(path: Path) -> None:
-    text = path.read_text()
-    root = ElementTree.fromstring(text)
     style = words(root.findall(f"{SVG}style")[0])
     light, dark = style.split("@media(prefers-color-scheme:dark)")
     assert "--paper:" in light and "--paper:" in dark and "--ink:" in dark

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from helpers import warnings_told
+from helpers import equal, equal_everywhere, refusal, warnings_told
+from test_ddp import batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 Found = dict[tuple[int, str], Any]
+SUMS = "set_force_sum_reduction_for_comms"
 
 
 class Block(nn.Module):
@@ -72,12 +75,6 @@ def compressed(spec: str, model: Any = None, **options: Any) -> tuple[Any, FSDPH
     return model, FSDPHandle(model, spec, **options)
 
 
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(32, 64, generator=generator)
-    return x, x[:, :10].argmax(1)
-
-
 def backward(model: nn.Module, step: int, dtype: torch.dtype = torch.float32) -> None:
     x, y = batch(dist.get_rank(), step)
     nn.functional.cross_entropy(model(x.to(dtype)).float(), y).backward()
@@ -104,19 +101,16 @@ def close(a: dict[str, Tensor], b: dict[str, Tensor], atol: float = 1e-6) -> boo
     return a.keys() == b.keys() and all(torch.allclose(a[k], b[k], atol=atol) for k in a)
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def error(got: Tensor, want: Tensor) -> float:
     return float((got - want).square().sum() / want.square().sum())
 
 
-def equal_everywhere(values: dict[str, Tensor]) -> bool:
-    mine = torch.cat([value.flatten() for value in values.values()])
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return all(torch.equal(mine, other) for other in every)
+def asked(model: Any, method: str, *words: Any) -> Any:
+    """Every part of it that FSDP has cut, told the same."""
+    for part in model.modules():
+        if hasattr(part, method):
+            getattr(part, method)(*words)
+    return model
 
 
 CODED = ("first.linear.weight", "second.linear.weight", "wide")
@@ -143,18 +137,12 @@ def none_is_plain_fsdp(rank: int) -> dict[str, bool]:
         found[name] = close(full(model), full(plain))
         found[f"{name}: steps"] = handle.stats().steps == 6
 
-    sums, plain = shard(network()), train(shard(network()), 6)
-    for part in sums.modules():
-        if hasattr(part, "set_force_sum_reduction_for_comms"):
-            part.set_force_sum_reduction_for_comms(True)
+    sums, plain = asked(shard(network()), SUMS, True), train(shard(network()), 6)
     model, _ = compressed("none", sums)
     found["sum"] = close(full(train(model, 6)), full(plain))
 
-    factors, n = shard(network()), dist.get_world_size()
-    for part in factors.modules():
-        if hasattr(part, "set_gradient_divide_factor"):
-            part.set_gradient_divide_factor(2.0 * n)
-    model, _ = compressed("none", factors)
+    twice = 2.0 * dist.get_world_size()
+    model, _ = compressed("none", asked(shard(network()), "set_gradient_divide_factor", twice))
     backward(model, 0)
     plain = shard(network())
     backward(plain, 0)
@@ -307,7 +295,7 @@ def warm_up_is_plain(rank: int) -> dict[str, bool]:
     plain, (model, handle) = shard(network()), compressed("qsgd:bits=2", warmup_steps=3)
     for one in (plain, model):
         train(one, 3)
-    found = {"plain": same(full(model), full(plain)), "ratio": handle.stats().ratio == 1}
+    found = {"plain": equal(full(model), full(plain)), "ratio": handle.stats().ratio == 1}
     for one in (plain, model):
         train(one, 1, first=3)
     found["then encoded"] = not close(full(model), full(plain))
@@ -325,18 +313,16 @@ def resume_is_exact(rank: int) -> dict[str, bool]:
         other, resumed = compressed(spec, seed=5)
         other.load_state_dict(weights)
         resumed.load_state_dict(state)
-        found[spec] = same(full(train(other, 2, first=3)), want)
+        found[spec] = equal(full(train(other, 2, first=3)), want)
         found[f"{spec}: steps"] = resumed.stats().steps == 5
         resumed.load_state_dict({**state, "steps": {"": [7, 0]}})
         found[f"{spec}: other modules"] = resumed.state_dict()["steps"]["first"] == [7, 0]
         other, _ = compressed(spec, seed=5)
         other.load_state_dict(weights)
-        found[f"{spec}: state counts"] = not same(full(train(other, 2, first=3)), want)
-        try:
-            compressed("none")[1].load_state_dict(state)
-            found[f"{spec}: another codec"] = False
-        except lc.ConfigError:
-            pass
+        found[f"{spec}: state counts"] = not equal(full(train(other, 2, first=3)), want)
+        _, other = compressed("none")
+        load = partial(other.load_state_dict, state)
+        found[f"{spec}: another codec"] = bool(refusal(load))
     return found
 
 
@@ -428,10 +414,10 @@ def encoded_weights(rank: int) -> dict[str, bool]:
     first, again = used_weights(model), used_weights(model)
     found = {
         "equal on all ranks": equal_everywhere(first),
-        "same for one step": same(first, again),
+        "same for one step": equal(first, again),
         "near": all(1e-9 < error(first[k], exact[k]) < 1e-3 for k in CODED),
         "the rest exact": all(torch.equal(first[k], exact[k]) for k in exact if k not in CODED),
-        "the exact ones stay": same(full(model), exact),
+        "the exact ones stay": equal(full(model), exact),
         "fewer bytes": 3 < handle.stats().ratio < 8,
     }
     backward(model, 0)
@@ -441,7 +427,7 @@ def encoded_weights(rank: int) -> dict[str, bool]:
     model, _ = compressed("none", weights="none")
     found["none is plain"] = close(full(train(model, 4)), full(plain))
     model, _ = compressed("none", weights="dqsg:bits=2", warmup_steps=4)
-    found["warm-up is plain"] = same(full(train(model, 4)), full(plain))
+    found["warm-up is plain"] = equal(full(train(model, 4)), full(plain))
     return found
 
 
@@ -468,11 +454,9 @@ def forward_and_backward_agree(rank: int) -> dict[str, bool]:
 def disagreement_is_named(rank: int) -> dict[str, bool]:
     """On all ranks, those of another shard group too."""
     options = {"mesh": mesh_2x2()} if dist.get_world_size() == 4 else {}
-    try:
-        compressed("dqsg:bits=4" if rank != 1 else "dqsg:bits=3", shard(network(), **options))
-    except lc.ConfigError as problem:
-        return {"named": "codec" in str(problem) and "rank 1" in str(problem)}
-    return {"raised": False}
+    model, spec = shard(network(), **options), f"dqsg:bits={3 if rank == 1 else 4}"
+    said = refusal(lambda: compressed(spec, model))
+    return {"named": "codec" in said and "rank 1" in said}
 
 
 def adam_is_told_what_is_better(rank: int) -> dict[str, bool]:
@@ -516,22 +500,12 @@ def refusals(rank: int) -> dict[str, bool]:
     }
     twice, _ = compressed("none")
     cases["already"] = lambda: compressed("none", twice)
-    found = {}
-    for words, case in cases.items():
-        try:
-            case()
-            found[words] = False
-        except lc.ConfigError as problem:
-            found[words] = words.strip() in str(problem)
+    found = {words: words.strip() in refusal(case) for words, case in cases.items()}
     setter = FSDPModule.set_custom_reduce_scatter
     model = shard(network())
     del FSDPModule.set_custom_reduce_scatter
-    try:
-        compressed("none", model)
-    except lc.ConfigError as problem:
-        found["old torch"] = "torch 2.9" in str(problem)
-    finally:
-        FSDPModule.set_custom_reduce_scatter = setter
+    found["old torch"] = "torch 2.9" in refusal(lambda: compressed("none", model))
+    FSDPModule.set_custom_reduce_scatter = setter
     found["is_fsdp"] = is_fsdp(model) and not is_fsdp(network())
     return found
 
@@ -585,10 +559,8 @@ def hybrid_details(rank: int) -> dict[str, bool]:
         1e-9 < error(grads[2][k], grads[0][k]) < 1e-3 for k in CODED
     )
 
-    sums, plain = shard(network(), mesh=mesh), train(shard(network(), mesh=mesh), 3)
-    for part in sums.modules():
-        if hasattr(part, "set_force_sum_reduction_for_comms"):
-            part.set_force_sum_reduction_for_comms(True)
+    sums = asked(shard(network(), mesh=mesh), SUMS, True)
+    plain = train(shard(network(), mesh=mesh), 3)
     model, _ = compressed("none", sums, between="both")
     found["sums"] = close(full(train(model, 3)), full(plain))
 
@@ -604,7 +576,7 @@ def hybrid_details(rank: int) -> dict[str, bool]:
     other, resumed = compressed(spec, shard(network(), mesh=mesh), between="both")
     other.load_state_dict(weights)
     resumed.load_state_dict(state)
-    found["resumed"] = same(full(train(other, 2, first=3)), want)
+    found["resumed"] = equal(full(train(other, 2, first=3)), want)
     found["feedback: equal"] = equal_everywhere(want)
 
     model, _ = compressed("none", shard(network(), mesh=mesh), weights="dqsg:bits=4")

@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +32,7 @@ from helpers import (
     decode,
     device_of,
     gaussian,
+    kernel_threads,
     kernels,
 )
 from torch import Tensor
@@ -769,16 +769,6 @@ LARGE = (
 def large(fast: Fast) -> int:
     """Several parts for the CPU's threads; several programs, if few, for the interpreter."""
     return 2 * 4096 + 77 if fast.interpreted else 4 * (1 << 15) + 77
-
-
-@contextmanager
-def kernel_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("spec", LARGE)

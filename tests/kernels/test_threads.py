@@ -12,28 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import PATIENCE_S, assert_same_bits, decode, gaussian
+from helpers import PATIENCE_S, assert_same_bits, decode, gaussian, kernel_threads
 from programs import PATHS, Programs
 
 import laconic as lc
 
-SPECS = ("qsgd", "dqsg:bits=8", "ndqsg", "global:bits=4", "global-exp", "qsgd-topk")
+SPECS = (
+    *("qsgd", "dqsg:bits=8", "ndqsg", "global:bits=4", "global-exp", "qsgd-topk"),
+    *("rotate(dqsg:bits=4)", "rotate(qsgd:block=100)", "rotate(ndqsg)"),  # scratch is not shared
+)
 LARGE = 3 * (1 << 15) + 77  # several parts for the kernels' own threads
-
-
-@pytest.fixture
-def two_kernel_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("numel", "rounds"), [(1000, 200), (LARGE, 12)])
 @pytest.mark.parametrize("spec", SPECS)
-def test_two_threads_encode_at_once(
-    two_kernel_threads: None, spec: str, numel: int, rounds: int
-) -> None:
+def test_two_threads_encode_at_once(spec: str, numel: int, rounds: int) -> None:
     """A hook's thread and the main one, each with its own key; every wire is compared."""
     codec = lc.codec(spec)
     xs = [gaussian(numel, seed=rank) for rank in range(2)]
@@ -50,7 +43,7 @@ def test_two_threads_encode_at_once(
             assert_same_bits(wire.data, wanted[rank][0])
             assert_same_bits(decode(codec, wire, xs[rank]), wanted[rank][1])
 
-    with ThreadPoolExecutor(2) as pool:
+    with kernel_threads(2), ThreadPoolExecutor(2) as pool:
         # the choice of kernels is part of the context, which threads do not inherit
         done = [pool.submit(copy_context().run, work, rank) for rank in range(2)]
         for future in done:

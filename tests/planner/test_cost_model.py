@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import laconic as lc
+from benchmarks._rows import load
 from laconic._cost import (
     FREE,
     EncodingError,
@@ -47,8 +46,6 @@ from laconic.planner import (
 )
 from laconic.planner._predict import Timeline
 from laconic.planner._probe_cluster import typical
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def times(program: list[Stage], lanes: int = 2, **device: Any) -> float:
@@ -435,10 +432,7 @@ def mean_error(
 class TestMeanError:
     """Against rows of `python -m benchmarks.mean_error`, measured with the exchanges themselves."""
 
-    ROWS = json.loads((RESULTS / "mean_error.json").read_text())["rows"]
-
-    def test_rows_exist(self) -> None:
-        assert len(self.ROWS) > 20
+    ROWS = load("mean_error")["rows"]
 
     @pytest.mark.parametrize("n", [2, 4, 16, 64])
     def test_scatter_reduce(self, n: int) -> None:
@@ -473,11 +467,3 @@ class TestMeanError:
 def test_the_slowest_tenth_does_not_count() -> None:
     assert typical([*[1.0] * 5, *[2.0] * 4, 100.0]) == pytest.approx(13 / 9)
     assert typical([3.0]) == 3.0
-
-
-def test_more_bits_are_more_bytes() -> None:
-    sent = [
-        predict(Strategy(codec="dqsg:bits=4"), cluster(4, cost("dqsg:bits=4", bits=bits)), WORK)
-        for bits in (2.0, 4.0, 8.0)
-    ]
-    assert all(a.sent_bytes < b.sent_bytes for a, b in pairwise(sent))

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import laconic as lc
+from benchmarks._rows import load
 from laconic._cost import level_distance, rounding_error
 from laconic._units import parse_count, parse_rate, parse_seconds, rate, seconds, size
 from laconic.planner import MACHINES, LinearCost, Links, Machine, Paper, machine, paper_workload
 from laconic.planner import _machine_catalog as figures
 from laconic.planner._datasheet import codec_costs
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-
 
 def rows(name: str) -> list[dict[str, Any]]:
-    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return load(name)["rows"]
 
 
 def node(**changes: Any) -> Machine:

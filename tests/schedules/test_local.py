@@ -14,7 +14,6 @@ import ranks
 import torch
 import torch.distributed as dist
 from helpers import equal_everywhere
-from sklearn.datasets import load_digits
 from test_ddp import batch, flat, network
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -482,55 +481,8 @@ def some_ranks(rank: int) -> bool:
     return torch.equal(*both)
 
 
-def digits(rank: int) -> dict[str, Any]:
-    """Handwritten digits: accuracy on held-out ones, and how many times fewer bytes than DDP."""
-    images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    test, train = order[:360], order[360:]
-    mine = train[rank::SIZE]
-
-    def net() -> nn.Module:
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-
-    def learn(model: nn.Module, opt: Any) -> None:
-        generator = torch.Generator().manual_seed(rank)
-        for _ in range(160):
-            some = mine[torch.randint(len(mine), (32,), generator=generator)]
-            opt.zero_grad()
-            nn.functional.cross_entropy(model(x[some]), y[some]).backward()
-            opt.step()
-
-    def accuracy(model: nn.Module) -> float:
-        with torch.no_grad():
-            return (model(x[test]).argmax(1) == y[test]).float().mean().item()
-
-    ddp = DistributedDataParallel(net())
-    learn(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9))
-    found = {"ddp": (accuracy(ddp), 1.0)}
-    for name, settings in {
-        "local": {"period": 8},
-        "post-local": {"period": 8, "warmup_steps": 8},
-        "diloco": {"period": 8, "outer": lc.Nesterov(lr=0.7, momentum=0.5)},
-        "overlap": {"period": 8, "overlap": True},
-        "feedback": {"period": 8, "codec": "feedback(qsgd-topk)"},
-    }.items():
-        model = net()
-        opt = lc.LocalSGD(
-            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            model,
-            policy=every,
-            **settings,
-        )
-        learn(model, opt)
-        with opt.global_weights():
-            found[name] = (accuracy(model), opt.stats().ratio)
-    return found
-
-
 MATHS = (golden, same_bits, like_synchronous, broken)
-USES = (counted, buffers, learning_rates, scaled, watched, refused, some_ranks, digits)
+USES = (counted, buffers, learning_rates, scaled, watched, refused, some_ranks)
 maths = ranks.shared(MATHS, SIZE)
 uses = ranks.shared(USES, SIZE)
 
@@ -680,19 +632,6 @@ def test_refusals_say_what_works(uses: ranks.Answers) -> None:
 
 def test_a_sub_group_trains(uses: ranks.Answers) -> None:
     assert all(of_all(uses, "some_ranks"))
-
-
-def test_it_learns_with_far_fewer_bytes(uses: ranks.Answers) -> None:
-    for found in of_all(uses, "digits"):
-        reference, _ = found.pop("ddp")
-        assert reference > 0.9
-        for name, (accuracy, ratio) in found.items():
-            # top-k of so small a model sends a bit or two a value each time, and needs longer
-            lost = 0.12 if name == "feedback" else 0.03
-            assert accuracy > reference - lost, (name, accuracy, reference)
-            # 8 of 160 steps of warm-up are 1/20 of DDP's bytes by themselves
-            fewer = {"post-local": 15, "feedback": 120}.get(name, 60)
-            assert ratio > fewer, (name, ratio)
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,26 @@ class Broken(lc.LocalSGD):
                 one.data.add_(1.0)
 
 
-def local(model: nn.Module, how: str = "") -> lc.LocalSGD:
+def local(model: nn.Module, how: str = "", **settings: Any) -> lc.LocalSGD:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
-    made = Broken(optimizer, model, period=3, codec="dqsg:bits=8")
+    made = Broken(optimizer, model, **{"period": 3, "codec": "dqsg:bits=8", **settings})
     made.how = how
     return made
+
+
+def encoded(name: str, parameter: nn.Parameter) -> bool:
+    """A policy: the model is smaller than what is encoded by itself."""
+    return True
+
+
+LOCAL: dict[str, dict[str, Any]] = {
+    "local": {},
+    "post-local": {"warmup_steps": 5},
+    "diloco": {"outer": lc.Nesterov(lr=0.7, momentum=0.5)},
+    "overlap": {"overlap": True},
+    "feedback": {"codec": "feedback(qsgd:bits=2)", "policy": encoded},
+    "ecdq": {"codec": "ecdq:error=0.05", "policy": encoded},
+}
 
 
 def ssd(model: nn.Module) -> lc.SSD:
@@ -70,7 +85,10 @@ def lacking(model: nn.Module) -> Any:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("make", [local, ssd])
+MAKERS = {"ssd": ssd, **{name: partial(local, **one) for name, one in LOCAL.items()}}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_ours_keep_every_rule(make: Any) -> None:
     ranks.processes()  # those that have imported torch
     check_schedule(make, ranks=(1, 2))

@@ -274,13 +274,17 @@ class Lossless(Sound):
     lossless: ClassVar[bool] = True
 
 
-class Flips(Sound):
-    """Points the wrong way once it is trained with."""
+class Biased(Sound):
+    """Promises nothing."""
 
     unbiased: ClassVar[bool] = False
 
     def variance_bound(self, d: int) -> float | None:
         return None
+
+
+class Flips(Biased):
+    """Points the wrong way once it is trained with."""
 
     def _value(self, wire: lc.Wire, body: Tensor) -> Tensor:
         return -super()._value(wire, body)
@@ -373,13 +377,8 @@ def test_what_is_no_codec_is_found_out() -> None:
 # On ranks
 
 
-class Drifts(Sound):
+class Drifts(Biased):
     """Decodes a little larger on every rank."""
-
-    unbiased: ClassVar[bool] = False
-
-    def variance_bound(self, d: int) -> float | None:
-        return None
 
     def _value(self, wire: lc.Wire, body: Tensor) -> Tensor:
         return super()._value(wire, body) * (1 + dist.get_rank() / 1000)
@@ -389,13 +388,8 @@ class Repeats(Sound):
     """Draws the same in every exchange."""
 
     def encode(self, x: Tensor, key: lc.Key, *words: Any, **options: Any) -> lc.Wire:
-        return super().encode(x, self._same(key), *words, **options)
-
-    def decode(self, wire: lc.Wire, *words: Any, **options: Any) -> Tensor:
-        return super().decode(wire, *words, **options)
-
-    def _same(self, key: lc.Key) -> lc.Key:
-        return key if key.seed else lc.Key(rank=key.rank)
+        same = key if key.seed else lc.Key(rank=key.rank)
+        return super().encode(x, same, *words, **options)
 
 
 def sound(rank: int) -> None:
