@@ -434,25 +434,6 @@ def test_nothing_is_left_when_making_it_fails(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_lab
-def test_what_cannot_be_removed_of_another_lab_stops_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two labs that begin at once both find it, and one of them comes too late."""
-    remove = _lab._remove
-
-    def too_late(namespace: str) -> None:
-        if namespace == "abandoned":
-            raise lab.LabError("`ip netns del abandoned` failed: No such file or directory")
-        remove(namespace)
-
-    monkeypatch.setattr(_lab, "abandoned", lambda: ["abandoned"])
-    monkeypatch.setattr(_lab, "_remove", too_late)
-    with lab.Lab(hosts=1) as net:
-        assert len(left(net)) == 2
-    assert left(net) == []
-
-
-@needs_lab
 def test_processes_that_hide_are_found() -> None:
     """A rank may start processes in sessions of their own, and end before them."""
     code = (

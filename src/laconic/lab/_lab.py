@@ -86,8 +86,7 @@ class Lab:
             if lacking:
                 raise LabError(lacking)
             for namespace in abandoned():
-                with suppress(LabError):  # another lab that begins now may be removing it, too
-                    _remove(namespace)
+                _remove(namespace)
             network.make(self.rate_mbit)
             self._open.append((network, handlers))
         except BaseException:
