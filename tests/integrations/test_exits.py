@@ -18,6 +18,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
+from laconic.comm import _closing
 
 BEGIN = """
 import torch, torch.distributed as dist, laconic as lc
@@ -118,6 +119,37 @@ compute(plain)
 dist.destroy_process_group()
 """
     assert codes(ends(script, 2, times=5)) == [[0, 0]] * 5
+
+
+LOCK, GIL = "202 0x7f 0x189 0x0 0x0 0x0 0xff", "202 0x7f 0x189 0x0 0x7fee 0x0 0xff"
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "call", "idle"),
+    [
+        ("pt_gloo_runloop", "S", LOCK, True),
+        ("pt_gloo_runloop", "S", GIL, False),  # asks for it again after a time limit
+        ("pt_gloo_runloop", "R", "running", False),
+        ("python", "R", "running", True),
+        ("pt_gloo_runloop", "S", None, True),  # it has ended meanwhile
+    ],
+)
+def test_a_thread_that_asks_for_the_gil_is_not_idle(
+    name: str,
+    state: str,
+    call: str | None,
+    idle: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = tmp_path / "7"
+    task.mkdir()
+    (task / "comm").write_text(f"{name}\n")
+    (task / "stat").write_text(f"7 ({name}) {state} 1 2")
+    if call is not None:
+        (task / "syscall").write_text(f"{call}\n")
+    monkeypatch.setattr(_closing, "_TASKS", tmp_path)
+    assert all(map(_closing._is_idle, _closing._gloo_threads())) == idle
 
 
 def test_the_last_steps_exchange_is_waited_for(ends: Ends) -> None:

@@ -29,6 +29,7 @@ _CPU = torch.device("cpu")
 _SOON = timedelta(milliseconds=1)
 _UNUSED_TAG = 0x1AC0
 _GLOO_THREAD = "pt_gloo_runloop"
+_TASKS = Path("/proc/self/task")
 _PATIENCE_S = 2.0  # for a Gloo thread to drop what it has finished
 _c10d: Any = distributed_c10d
 
@@ -69,25 +70,39 @@ def _close_all(process: int) -> None:
 
 
 def wait_for_gloo_threads() -> None:
-    """Until torch's Gloo threads sleep, as they do between operations; where there is a /proc.
+    """Until torch's Gloo threads are idle, as between operations; where there is a /proc.
 
-    The GIL is free while this waits. A thread that asks for it sleeps, too, and has got it by the
-    second look.
+    The GIL is free while this waits, so that a thread that asks for it gets it.
     """
     end, idle = time.monotonic() + _PATIENCE_S, 0
     while idle < 2 and time.monotonic() < end:
-        idle = idle + 1 if all(state == "S" for state in _gloo_threads()) else 0
+        idle = idle + 1 if all(map(_is_idle, _gloo_threads())) else 0
         time.sleep(0.001)
 
 
-def _gloo_threads() -> list[str]:
-    """The states of those of this process, as the kernel reports them."""
-    states = []
-    for task in Path("/proc/self/task").glob("*"):
+def _gloo_threads() -> list[Path]:
+    """Those of this process, by their folders in /proc."""
+    found = []
+    for task in _TASKS.glob("*"):
         with suppress(OSError):  # it has just ended
-            name, _, uncompressed = (task / "stat").read_text().partition("(")[2].rpartition(")")
-            states += [uncompressed.split()[0]] if name == _GLOO_THREAD else []
-    return states
+            found += [task] if (task / "comm").read_text().strip() == _GLOO_THREAD else []
+    return found
+
+
+def _is_idle(task: Path) -> bool:
+    """Whether a thread waits without a time limit, for work; who asks for the GIL has a limit.
+
+    /proc has the call that a thread sleeps in: its number and arguments, and of futex, which all
+    locks are made of, the fourth argument is the limit, 0 for none.
+    """
+    try:
+        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+        call = (task / "syscall").read_text().split()
+    except FileNotFoundError:  # it has just ended
+        return True
+    except OSError:  # the kernel does not tell us
+        return state == "S"
+    return state == "S" and (len(call) < 5 or call[4] == "0x0")
 
 
 def failing() -> bool:
