@@ -97,11 +97,12 @@ def _is_idle(task: Path) -> bool:
     """
     try:
         state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-        call = (task / "syscall").read_text().split()
-    except FileNotFoundError:  # it has just ended
+    except OSError:  # it has just ended
         return True
-    except OSError:  # the kernel does not tell us
-        return state == "S"
+    try:
+        call = (task / "syscall").read_text().split()
+    except OSError:  # so it has, or the kernel does not tell
+        call = []
     return state == "S" and (len(call) < 5 or call[4] == "0x0")
 
 
