@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 import laconic as lc
 from benchmarks._ranks import Rank, Switch, on_all
+from laconic._scratch import copy_all
 from laconic.codecs import Codec
 from laconic.comm._context import ExchangeContext
 from laconic.schedules import LocalRule, Outer
 from laconic.schedules._master import NO_CODEC, push
 from laconic.schedules._rules import Replica
-from laconic.sharding._flat_parameters import FlatParameters, copy_all
+from laconic.sharding._flat_parameters import FlatParameters
 from laconic.sharding._shard import Shard, settings_of
 from laconic.sharding._trained import Trained
 

@@ -129,7 +129,7 @@ def test_a_right_import_is_allowed(source: str, module: str) -> None:
 
 
 def test_only_schedules_with_servers_import_the_server() -> None:
-    users = {"_async", "_flat_optimizer", "_server_master", "_ssd"}
+    users = {"_async", "_flat_optimizer", "_master", "_ssd"}
     for path in (PACKAGE / "schedules").glob("*.py"):
         names = imported(ast.parse(path.read_text()), module_name(path))
         uses = any(name.startswith("laconic.server") for name in names)

@@ -1,10 +1,11 @@
-"""Buffers that are made once: the hot path allocates nothing."""
+"""Buffers that are made once, and copies into them: the hot path allocates nothing."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,3 +65,10 @@ _OWN = _PerThread()
 
 def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy many tensors; one launch for many on a GPU."""
+    if targets:
+        copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+        copy(list(targets), list(sources))

@@ -70,6 +70,14 @@ def refused(owner: Any, name: str) -> ConfigError:
     return ConfigError(f"{owner.name}: {name} must be {allowed.words}, not {value!r}{hint}")
 
 
+def whole(name: str, value: object, least: int, most: float = math.inf) -> int:
+    """value, if it is an integer from `least` to `most`; else a ConfigError."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        limit = "" if most == math.inf else f" to {most}"
+        raise ConfigError(f"{name} must be an integer from {least}{limit}, not {value!r}")
+    return value
+
+
 def settings_of(owner: Any) -> Iterator[tuple[str, object, str]]:
     """Name, value and allowed values of every setting of a codec or an exchange."""
     for one in fields(owner):

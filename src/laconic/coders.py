@@ -10,7 +10,7 @@ All work in independent chunks with an offset table and a check sum each (docs/w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 import torch
@@ -37,6 +37,7 @@ class Coder:
     name: str
     kind: Kind
     form: int = 0
+    does: str = field(default="", compare=False)  # in a line, for lists
 
     @property
     def id(self) -> int:
@@ -110,15 +111,21 @@ class Coder:
         return backend(q.device).decode_integers(section, q, Coding(self.kind, stream), limit=limit)
 
 
+_ELIAS, _CPU = "QSGD's Elias omega code", "; CPUs only"
+_FIXED = "packed codes of `bits` each; for ecdq, bit planes as wide as each chunk needs"
+_BITMAP = "a bitmap of nonzero values, signs, unary levels; the default of ecdq"
+_RANS = "an entropy coder, given the spread of every 128 values and the dither"
 _BY_NAME = {
     item.name: item
     for item in (
-        Coder("fixed", Kind.FIXED),
-        Coder("elias", Kind.ELIAS_SPARSE),
-        Coder("elias-sparse", Kind.ELIAS_SPARSE, 1),
-        Coder("elias-dense", Kind.ELIAS_SPARSE, 2),
-        Coder("bitmap", Kind.BITMAP),
-        Coder("rans", Kind.RANS),
+        Coder("fixed", Kind.FIXED, 0, _FIXED),
+        Coder(
+            "elias", Kind.ELIAS_SPARSE, 0, f"{_ELIAS}, sparse or dense, whichever is shorter{_CPU}"
+        ),
+        Coder("elias-sparse", Kind.ELIAS_SPARSE, 1, f"{_ELIAS}, always the sparse form{_CPU}"),
+        Coder("elias-dense", Kind.ELIAS_SPARSE, 2, f"{_ELIAS}, always the dense form{_CPU}"),
+        Coder("bitmap", Kind.BITMAP, 0, _BITMAP),
+        Coder("rans", Kind.RANS, 0, f"{_RANS}{_CPU}"),
     )
 }
 

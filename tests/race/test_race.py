@@ -210,8 +210,8 @@ def test_other_strategies_are_refused(text: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"workers": 1}, "workers must be from 2 to 64, not 1"),
-        ({"steps": 0}, "steps must be from 1"),
+        ({"workers": 1}, "workers must be an integer from 2 to 64, not 1"),
+        ({"steps": 0}, "steps must be an integer from 1"),
         ({"batch": 0}, "batch must be"),
         ({"seed": -1}, "seed must be"),
         ({"lr": float("nan")}, "lr must be above 0"),

@@ -26,20 +26,6 @@ EPILOG = examples(
 )
 _VALUES = 1 << 20  # bits per value are those of a tensor of this size
 _WIDTH = 110
-_CODERS = {
-    "fixed": "packed codes of `bits` each; for ecdq, bit planes as wide as each chunk needs",
-    "elias": "QSGD's Elias omega code, sparse or dense, whichever is shorter; CPUs only",
-    "elias-sparse": "QSGD's Elias omega code, always the sparse form; CPUs only",
-    "elias-dense": "QSGD's Elias omega code, always the dense form; CPUs only",
-    "bitmap": "a bitmap of nonzero values, signs, unary levels; the default of ecdq",
-    "rans": "an entropy coder, given the spread of every 128 values and the dither; CPUs only",
-}
-_SCHEDULES = {
-    "ssd": ("SSD", 'opt = lc.SSD(optimizer, model, period=4, codec="dqsg:bits=4")'),
-    "local": ("LocalSGD", 'opt = lc.LocalSGD(optimizer, model, period=8, codec="dqsg:bits=4")'),
-    "async": ("AsyncSGD", 'opt = lc.AsyncSGD(optimizer, model, servers=1, codec="dqsg:bits=4")'),
-    "qsvrg": ("QSVRG", "docs/schedules.md has an example of finite sums"),
-}
 Entry = dict[str, Any]  # what is printed of one, as in JSON
 
 
@@ -67,19 +53,18 @@ def codecs_command(
 def listed() -> dict[str, list[Entry]]:
     """Everything that a spec of lc.compress may name, and the schedules."""
     import laconic as lc
-    from laconic.coders import coders
+    from laconic.coders import coder, coders
     from laconic.exchanges import exchange
 
     return {
         "codecs": [_codec_entry(lc.codec(name)) for name in lc.codecs()],
         "wrappers": [_wrapper_entry(name) for name in lc.wrappers()],
-        "coders": [{"name": name, "does": _CODERS.get(name, "")} for name in coders()],
+        "coders": [{"name": name, "does": coder(name).does} for name in coders()],
         "exchanges": [
             {"name": name, "does": _summary(type(exchange(name)))} for name in lc.exchanges()
         ],
         "schedules": [
-            {"name": name, "does": _summary(getattr(lc, kind))}
-            for name, (kind, _) in _SCHEDULES.items()
+            {"name": name, "does": _summary(kind)} for name, (kind, _) in _schedules().items()
         ],
     }
 
@@ -87,7 +72,7 @@ def listed() -> dict[str, list[Entry]]:
 def explained(text: str) -> Entry:
     """One of them, with its settings; ConfigError names the nearest if there is none."""
     import laconic as lc
-    from laconic.coders import coders
+    from laconic.coders import coder, coders
 
     word = re.split("[:(]", text)[0].strip()
     if word in (*lc.codecs(), *lc.wrappers()):
@@ -97,14 +82,27 @@ def explained(text: str) -> Entry:
         return _explained_exchange(text)
     if text in coders():
         example = f'lc.compress(model, "ecdq:error=0.08,coder={text}")'
-        return _explanation("coder", text, _CODERS.get(text, ""), example)
-    if name in _SCHEDULES:
-        kind, example = _SCHEDULES[name]
-        return _explanation("schedule", name, _summary(getattr(lc, kind)), example)
-    known = [*lc.codecs(), *lc.wrappers(), *coders(), *lc.exchanges(), *_SCHEDULES]
+        return _explanation("coder", text, coder(text).does, example)
+    schedules = _schedules()
+    if name in schedules:
+        kind, example = schedules[name]
+        return _explanation("schedule", name, _summary(kind), example)
+    known = [*lc.codecs(), *lc.wrappers(), *coders(), *lc.exchanges(), *schedules]
     close = get_close_matches(word, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}? " if close else ""
     raise ConfigError(f"unknown name {word!r}; {hint}laconic codecs lists all names")
+
+
+def _schedules() -> dict[str, tuple[type, str]]:
+    """The classes of schedules by name, each with an example of its use."""
+    from laconic.schedules import QSVRG
+    from laconic.schedules._costs import registered
+
+    found = {}
+    for name, kind in registered().items():
+        cost = next(iter(kind.cost.planned()), kind.cost())  # settings that are usual
+        found[name] = kind, f"opt = {cost.code('dqsg:bits=4', 'dqsg:bits=4')}"
+    return {**found, "qsvrg": (QSVRG, "docs/schedules.md has an example of finite sums")}
 
 
 def _explanation(kind: str, name: str, does: str, example: str, **more: Any) -> Entry:

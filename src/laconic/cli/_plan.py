@@ -48,6 +48,7 @@ class PaperOptions:
     def figures(self) -> Machine:
         """A machine's figures, changed by the other options."""
         from laconic.planner import machine
+        from laconic.planner._machine_catalog import node
 
         device = self.device and self.device.lower()
         changes = {
@@ -57,8 +58,10 @@ class PaperOptions:
             "per_node": self.gpus_per_node,
             "inside_byte_s": self.inside and parse_rate(self.inside) / 8,
         }
-        figures = machine(self.machine) if self.machine is not None else _node(device or "h100")
-        return replace(figures, **{k: v for k, v in changes.items() if v is not None})
+        usual = node(device or "h100", 1, 1e9, 30e-6)
+        if self.machine is not None:
+            usual = machine(self.machine)
+        return replace(usual, **{k: v for k, v in changes.items() if v is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,17 +225,6 @@ def _on_paper(options: PaperOptions, model: Workload | None, workers: int | None
         f"{rate(figures.link_bit_s)} per node; on paper"
     )
     return _Job(at=paper.cluster, workload=model, link_bit_s=paper.link_bit_s, title=title)
-
-
-def _node(device: str) -> Machine:
-    """A node with one such device, and NVLink if the device has it."""
-    from laconic.planner import Machine
-    from laconic.planner._machine_catalog import NVLINK, NVLINK_LATENCY_S
-
-    node = Machine(device=device, per_node=1, link_bit_s=1e9, latency_s=30e-6)
-    if device not in NVLINK:
-        return node
-    return replace(node, inside_byte_s=NVLINK[device], inside_latency_s=NVLINK_LATENCY_S)
 
 
 def _workload(params: str | None, compute: str | None, dtype: str) -> Workload:

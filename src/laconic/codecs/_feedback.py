@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic._scratch import borrowed
+from laconic._scratch import borrowed, copy_all
 from laconic._wire import Wire
 from laconic.codecs._base import DecodeTarget, EncodeRequest, Place
 from laconic.codecs._residuals import tiling
@@ -98,9 +98,9 @@ class Feedback(Wrapper):
         else:
             with borrowed(*room) as m:
                 parts = list(m.split([home.numel() for home in homes]))
-                _copy(homes, parts)
+                copy_all(parts, homes)
                 self._move_on(m, request)
-                _copy(parts, homes)
+                copy_all(homes, parts)
 
     def _move_on(self, m: Tensor, request: EncodeRequest) -> None:
         """Encode c = x + m; m = c - λ·Q."""
@@ -204,8 +204,3 @@ def _host_products(q: Tensor, c: Tensor) -> Tensor:
         if all(_SAFE[0] < abs(value) < _SAFE[1] for value in sums):
             break
     return torch.tensor(sums, dtype=torch.float64)
-
-
-def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
-    """Copy many tensors; one launch for many on a GPU."""
-    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
-
-
-class Sent(Protocol):
-    """Bytes that a rank has sent, and what plain synchronous training would have."""
-
-    @property
-    def sent_bytes(self) -> int: ...
-
-    @property
-    def plain_bytes(self) -> int: ...
+from typing import Any
 
 
 class CompressionStats:
     """Statistics with `ratio`, and with `scalars` for loggers."""
 
+    sent_bytes: int  # by this rank
+    plain_bytes: int  # that plain synchronous training would have sent
+
     @property
     def ratio(self) -> float:
         """How many times fewer bytes."""
-        return _ratio(self)  # pyright: ignore[reportArgumentType]
+        return self.plain_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
     def __str__(self) -> str:
         """What is known, the ratio first."""
@@ -41,10 +34,6 @@ class CompressionStats:
         """
         numbers = {"ratio": self.ratio, **_numbers(self)}
         return {f"{prefix}{name}": value for name, value in numbers.items() if math.isfinite(value)}
-
-
-def _ratio(stats: Sent) -> float:
-    return stats.plain_bytes / stats.sent_bytes if stats.sent_bytes else 1.0
 
 
 def _numbers(stats: Any) -> dict[str, float]:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from laconic._settings import whole
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 
@@ -53,11 +54,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("min_numel", "min_dims"):
-            value = getattr(self, name)
-            if name == "min_numel" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"Policy.{name} must be an integer from 0, not {value!r}")
+            if name != "min_numel" or self.min_numel is not None:
+                whole(f"Policy.{name}", getattr(self, name), 0)
         for pattern, choice in self.rules.items():
             if not isinstance(pattern, str) or not isinstance(choice, Choice):
                 raise ConfigError(

@@ -7,11 +7,11 @@ imported by name only, because each imports its framework.
 from __future__ import annotations
 
 from laconic.exchanges._policy import Policy
-from laconic.integrations._checkpoint import AllRanks, HasState, PerRank
+from laconic.integrations._checkpoint import AllRanks, PerRank
 from laconic.integrations._compress import compress as compress  # lc.compress also takes auto
 from laconic.integrations._ddp import comm_hook
 from laconic.integrations._fsdp import FSDPHandle
-from laconic.integrations._handle import Handle, HasStats, Stats, log_stats
+from laconic.integrations._handle import Handle, HasState, HasStats, Stats, log_stats
 from laconic.integrations._state import HookState
 
 __all__ = [

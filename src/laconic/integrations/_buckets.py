@@ -159,32 +159,16 @@ def norms(parts: Sequence[Tensor]) -> list[Tensor]:
 class Bucket:
     """Gradients that are exchanged together; the part of DDP's GradBucket that is used."""
 
-    flat: Tensor
-    members: Sequence[Tensor]
-    number: int
-    last: bool
+    buffer: Tensor  # all of them, flat
+    parameters: Sequence[Tensor]  # whose they are
+    index: int  # among the buckets of this step
+    is_last: bool  # of the step
 
     @staticmethod
     def of(bucket: Any) -> Bucket:
         """DDP's own bucket."""
-        members = tuple(bucket.parameters())
-        return Bucket(bucket.buffer(), members, bucket.index(), bucket.is_last())
-
-    def buffer(self) -> Tensor:
-        """All gradients, flat."""
-        return self.flat
-
-    def parameters(self) -> Sequence[Tensor]:
-        """Whose gradients these are."""
-        return self.members
-
-    def index(self) -> int:
-        """Its place among the buckets of this step."""
-        return self.number
-
-    def is_last(self) -> bool:
-        """Whether no bucket of this step comes after it."""
-        return self.last
+        parameters = tuple(bucket.parameters())
+        return Bucket(bucket.buffer(), parameters, bucket.index(), bucket.is_last())
 
 
 Start = Callable[[Bucket], Future[Tensor]]
@@ -241,22 +225,22 @@ class BucketOrder:
     def exchange(self, given: Any, step: int, start: Start) -> Future[Tensor]:
         """Start the exchange of one of DDP's buckets, now or with the last one of the step."""
         bucket = Bucket.of(given)
-        numbers = tuple(self._numbers.get(id(one), -1) for one in bucket.members)
+        numbers = tuple(self._numbers.get(id(one), -1) for one in bucket.parameters)
         self._coming.append(numbers)
         wanted = self._wanted(step)
-        passes = wanted is None or numbers in wanted or bucket.flat.is_sparse
-        if bucket.last:
+        passes = wanted is None or numbers in wanted or bucket.buffer.is_sparse
+        if bucket.is_last:
             self._seen, self._coming = tuple(self._coming), []
             self._since += 1
         if passes:
-            done = start(replace(bucket, last=bucket.last and not self._held))
+            done = start(replace(bucket, is_last=bucket.is_last and not self._held))
         else:
-            done = _future(bucket.flat)
+            done = new_future(bucket.buffer)
             self._held.append(_Held(bucket, done))
-        if bucket.last and self._held:
+        if bucket.is_last and self._held:
             held, self._held = self._held, []
             groups = self._regrouped(held, wanted or ())
-            _exchange_all(held, groups, start, first_index=bucket.number + 1)
+            _exchange_all(held, groups, start, first_index=bucket.index + 1)
         return done
 
     def state_dict(self) -> dict[str, Any]:
@@ -290,14 +274,14 @@ class BucketOrder:
     def _regrouped(self, held: Sequence[_Held], wanted: Buckets) -> list[list[Tensor]]:
         """The parameters of held buckets, as they will be exchanged."""
         members = {
-            self._numbers.get(id(one), -1): one for own in held for one in own.bucket.members
+            self._numbers.get(id(one), -1): one for own in held for one in own.bucket.parameters
         }
         layout = [bucket for bucket in wanted if any(number in members for number in bucket)]
         if sorted(number for bucket in layout for number in bucket) != sorted(members):
             # DDP has fewer parameters than were known, or the checkpoint's are others
             layout = self._whole(members)
         if -1 in members or sum(map(len, layout)) != len(members):
-            return [list(own.bucket.members) for own in held]
+            return [list(own.bucket.parameters) for own in held]
         return [[members[number] for number in bucket] for bucket in layout]
 
 
@@ -319,12 +303,12 @@ def _exchange_all(
     def end(done: Any) -> None:
         try:
             for bucket, one in zip(buckets, done.value(), strict=True):
-                sizes = [slices[id(member)].numel() for member in bucket.members]
+                sizes = [slices[id(member)].numel() for member in bucket.parameters]
                 parts = one.value().split(sizes)
-                for member, part in zip(bucket.members, parts, strict=True):
+                for member, part in zip(bucket.parameters, parts, strict=True):
                     slices[id(member)].copy_(part)
             for own in held:
-                own.done.set_result(own.bucket.flat)
+                own.done.set_result(own.bucket.buffer)
         except Exception as error:
             for own in held:
                 own.done.set_exception(error)  # pyright: ignore[reportArgumentType]
@@ -336,8 +320,8 @@ def _slices(buckets: Iterable[Bucket]) -> dict[int, Tensor]:
     """Each parameter's part of its bucket."""
     found: dict[int, Tensor] = {}
     for bucket in buckets:
-        parts = bucket.flat.split([real_numel(member) for member in bucket.members])
-        found |= {id(member): part for member, part in zip(bucket.members, parts, strict=True)}
+        parts = bucket.buffer.split([real_numel(member) for member in bucket.parameters])
+        found |= {id(member): part for member, part in zip(bucket.parameters, parts, strict=True)}
     return found
 
 
@@ -346,5 +330,6 @@ def real_numel(parameter: Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-def _future(buffer: Tensor) -> Future[Tensor]:
+def new_future(buffer: Tensor) -> Future[Tensor]:
+    """A future of what lies where the buffer does."""
     return Future(devices=[buffer.device]) if buffer.is_cuda else Future()

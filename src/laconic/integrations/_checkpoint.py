@@ -6,30 +6,18 @@ import json
 import logging
 import struct
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import ConfigError
-from laconic.integrations._handle import remembers
+from laconic.integrations._handle import HasState, own_rank, remembers
 
 _log = logging.getLogger("laconic")
 _LENGTH = struct.Struct("<Q")  # of the JSON, before it
 DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
-
-
-class HasState(Protocol):
-    """Handles of `lc.compress`, and schedules."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What must be saved, on every rank, to resume exactly."""
-        ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Resume from a state_dict."""
-        ...
 
 
 class PerRank:
@@ -112,7 +100,8 @@ class AllRanks:
         try:
             self.handle.load_state_dict(own)
         except ConfigError as problem:  # on all ranks: settings are the same on all
-            _warn_of_fresh_start(str(problem))
+            if own_rank() == 0:
+                _log.warning("compression starts afresh, without what was remembered: %s", problem)
 
 
 def _remembers(state: Mapping[str, Any]) -> bool:
@@ -123,11 +112,6 @@ def _remembers(state: Mapping[str, Any]) -> bool:
     tensors: list[Tensor] = []
     as_tree(state, tensors)
     return bool(tensors)
-
-
-def _warn_of_fresh_start(why: str) -> None:
-    if rank_and_size(None)[0] == 0:
-        _log.warning("compression starts afresh, without what was remembered: %s", why)
 
 
 def _name(rank: int) -> str:

@@ -25,6 +25,7 @@ from laconic.integrations._buckets import (
     CodecGroup,
     copied,
     gathered,
+    new_future,
     norms,
 )
 from laconic.integrations._state import HookState
@@ -45,15 +46,15 @@ def comm_hook(state: HookState, bucket: Any) -> Future[Tensor]:
 
 def exchange_bucket(state: HookState, bucket: Bucket) -> Future[Tensor]:
     """Start the exchange of a bucket that is laid out as it must be."""
-    buffer, step = bucket.buffer(), state.step
-    lane = state.lanes[bucket.index() % len(state.lanes)]
+    buffer, step = bucket.buffer, state.step
+    lane = state.lanes[bucket.index % len(state.lanes)]
     has_joined = not in_backward()
     if has_joined:
         state.optimizers.passes = None
     context = state.session.context(
         lane.group, step=step, passes=state.optimizers.passes, traffic=lane.traffic
     )
-    if bucket.is_last():
+    if bucket.is_last:
         state.end_pass()
         if state.replicas_due(step):
             check = partial(state.compare_replicas, lane, step, has_joined=has_joined)
@@ -61,11 +62,11 @@ def exchange_bucket(state: HookState, bucket: Bucket) -> Future[Tensor]:
     if state.alone:
         return _done(buffer)
     if buffer.is_sparse:
-        state.warn_of_sparse(bucket.parameters())
+        state.warn_of_sparse(bucket.parameters)
         own = buffer * (1 / lane.group.size())  # in place it would change what backward still reads
         return start(lane, own, partial(_sparse_sum, lane, own))
     renew_units(state, buffer, step)
-    layout = state.layout(bucket.parameters())
+    layout = state.layout(bucket.parameters)
     return start(lane, buffer, partial(_exchange, state, lane, buffer, layout, context))
 
 
@@ -158,7 +159,7 @@ def _one_by_one(state: HookState, gradient: Tensor, parameter: Tensor) -> Future
 
 
 def _done(value: Tensor) -> Future[Tensor]:
-    done: Future[Tensor] = Future(devices=[value.device]) if value.is_cuda else Future()
+    done = new_future(value)
     done.set_result(value)
     return done
 
@@ -170,9 +171,8 @@ def start(lane: CommLane, buffer: Tensor, work: Callable[[], None]) -> Future[Te
 
     On CUDA work runs on a stream of its own, after what is on the caller's now.
     """
-    cuda = buffer.device.type == "cuda"
-    done: Future[Tensor] = Future(devices=[buffer.device]) if cuda else Future()
-    ready = torch.cuda.current_stream(buffer.device).record_event() if cuda else None
+    done = new_future(buffer)
+    ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
     lane.thread.submit(_job, lane, buffer, work, ready, done)
     return done
 

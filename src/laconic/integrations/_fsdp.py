@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from laconic._key import seed_of
+from laconic._settings import whole
 from laconic._version import __version__
 from laconic.codecs import Codec, codec
 from laconic.comm._agreement import require_same_settings
@@ -28,7 +29,6 @@ from laconic.integrations._handle import (
     Stats,
     check_own,
     check_ranks,
-    check_warmup,
     described,
     own_rank,
 )
@@ -71,7 +71,7 @@ class FSDPHandle:
         between: str | None = None,
     ) -> None:
         _check_torch(model)
-        check_warmup(warmup_steps)
+        whole("warmup_steps", warmup_steps, 0)
         self._pairs = CodecPairs(spec, exchange)
         self.codec, self.exchange = self._pairs[""]
         self.weights = None if weights is None else _weights_codec(weights)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from laconic._scratch import Scratch
+from laconic._scratch import Scratch, copy_all
 from laconic.codecs import Place
 from laconic.comm._context import ExchangeContext, ExchangeMemory, ExchangeSession
 from laconic.errors import ConfigError
@@ -163,13 +163,13 @@ class SlotBuffers:
         """Copy the shards' values into parts: of all, or of those named."""
         if not self.view:
             for i in which or range(len(self.parts)):
-                _copy(self._slices[i], self._split(i))
+                copy_all(self._split(i), self._slices[i])
 
     def store(self, *which: int) -> None:
         """Copy parts back into the shards."""
         if not self.view:
             for i in which or range(len(self.parts)):
-                _copy(self._split(i), self._slices[i])
+                copy_all(self._slices[i], self._split(i))
 
     def _split(self, i: int) -> list[Tensor]:
         return list(self.parts[i].split([part.numel() for part in self._slices[i]]))
@@ -182,12 +182,6 @@ def _run(shard: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
     start = parts[0].storage_offset() - shard.storage_offset()
     stop = parts[-1].storage_offset() + parts[-1].numel() - shard.storage_offset()
     return shard[start:stop] if stop - start == sum(part.numel() for part in parts) else None
-
-
-def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
-    """Copy many tensors; one launch for many on a GPU."""
-    if sources:
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass

@@ -40,12 +40,6 @@ def described(path: str, tensor: Tensor, spec: str | None) -> str:
     return f"{path} {shape} {tensor.dtype} {'plain' if spec is None else spec or 'encoded'}"
 
 
-def check_warmup(warmup_steps: int) -> None:
-    """ConfigError unless it is a number of steps."""
-    if not isinstance(warmup_steps, int) or warmup_steps < 0:
-        raise ConfigError(f"warmup_steps must be an integer from 0, not {warmup_steps!r}")
-
-
 def _names_exchange(spec: str | Codec) -> bool:
     return isinstance(spec, str) and "@" in spec
 
@@ -75,19 +69,23 @@ class Stats(CompressionStats):
     correlation: float | None = None  # of what this rank decodes with what it knew, at last look
 
 
-class Handle(Protocol):
-    """What `lc.compress` returns, whatever the model."""
-
-    def stats(self) -> Stats:
-        """Bytes and times so far."""
-        ...
+class HasState(Protocol):
+    """Handles of `lc.compress`, and schedules."""
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved, on every rank, to resume exactly."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
         """Resume from a state_dict."""
+        ...
+
+
+class Handle(HasState, Protocol):
+    """What `lc.compress` returns, whatever the model."""
+
+    def stats(self) -> Stats:
+        """Bytes and times so far."""
         ...
 
     def close(self) -> None:

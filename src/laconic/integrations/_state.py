@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic._key import seed_of
+from laconic._settings import whole
 from laconic._version import __version__
 from laconic._wire import DTYPES
 from laconic.codecs import Codec
@@ -37,7 +38,6 @@ from laconic.integrations._handle import (
     Stats,
     check_own,
     check_ranks,
-    check_warmup,
     described,
     own_rank,
 )
@@ -108,7 +108,7 @@ class HookState:
         }
         self._pairs = CodecPairs(spec, exchange)
         self.codec, self.exchange = self._pairs[""]
-        check_warmup(warmup_steps)
+        whole("warmup_steps", warmup_steps, 0)
         self.warmup_steps, self.seed, self.step = warmup_steps, seed, 0
         self.even_alone, self.alone = even_alone, False
         self.order = BucketOrder(passes=2 if static_graph else 1)
@@ -242,9 +242,7 @@ class HookState:
         Eight bytes per rank travel. If they differ, `backward` raises `lc.ReplicaError` on all
         ranks, which names those that differ from most.
         """
-        if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-            raise ConfigError(f"check_replicas: every must be an integer from 0, not {every!r}")
-        self._every = every
+        self._every = whole("check_replicas: every", every, 0)
 
     def replicas_due(self, step: int) -> bool:
         """Whether weights are to be compared at this step."""

@@ -11,12 +11,11 @@ hosts, on the loopback interface, where that is enough.
 
 from __future__ import annotations
 
-from laconic.lab._errors import LabError, RankError
-from laconic.lab._hosts import Counters, Host
+from laconic.lab._hosts import Counters, Host, LabError
 from laconic.lab._lab import Lab, Loopback, LoopbackNetwork, Network
 from laconic.lab._rates import Rate
 from laconic.lab._requirements import missing
-from laconic.lab._run import Output, Run
+from laconic.lab._run import Output, RankError, Run
 
 __all__ = [
     "Counters",

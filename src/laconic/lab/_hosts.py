@@ -16,11 +16,14 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from laconic.errors import ConfigError
-from laconic.lab._errors import LabError
+from laconic.errors import ConfigError, LaconicError
 from laconic.lab._rates import Rate, rate_of
 
 _SBIN = ("/usr/sbin", "/sbin")  # where they are, and where a user's PATH often does not lead
+
+
+class LabError(LaconicError, RuntimeError):
+    """This machine, or a process in the lab, did not do what it was asked to."""
 
 
 def find(tool: str) -> str | None:

@@ -14,10 +14,9 @@ from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
-from laconic.errors import ConfigError
+from laconic._settings import whole
 from laconic.lab import _signals
-from laconic.lab._errors import LabError
-from laconic.lab._hosts import INTERFACE, SWITCH, Counters, Host, find, ip
+from laconic.lab._hosts import INTERFACE, SWITCH, Counters, Host, LabError, find, ip
 from laconic.lab._rates import Rates, rates_of
 from laconic.lab._requirements import missing
 from laconic.lab._run import Echo, Run, Runs, Seat, seats
@@ -75,7 +74,7 @@ class Lab:
     )
 
     def __post_init__(self) -> None:
-        check_count("hosts", self.hosts, _MOST_HOSTS)
+        whole("hosts", self.hosts, 1, _MOST_HOSTS)
         rates_of(self.rate_mbit, self.hosts)
 
     def __enter__(self) -> Network:
@@ -120,7 +119,7 @@ class _Starter(ABC):
         It inherits our environment, with `env` on top. The first ranks are those of the first host.
         `echo(rank, line)` is called with every line of output as it is written.
         """
-        check_count("ranks_per_host", ranks_per_host, 1000)
+        whole("ranks_per_host", ranks_per_host, 1, 1000)
         places = self._seats(ranks_per_host)
         return self._runs.start(places, command, env=env, cwd=cwd, talk=talk, echo=echo)
 
@@ -188,12 +187,6 @@ class Network(_Starter):
         return (self._switch, *(host.namespace for host in self.hosts))
 
 
-def check_count(name: str, value: object, most: int) -> None:
-    """ConfigError unless this is a number of things that can be made."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ConfigError(f"{name} must be an integer from 1 to {most}, not {value!r}")
-
-
 def _remove(namespace: str) -> None:
     """End the processes inside, whoever started them, and delete the namespace."""
     if not (NAMESPACES / namespace).exists():
@@ -230,7 +223,7 @@ class Loopback:
     )
 
     def __post_init__(self) -> None:
-        check_count("hosts", self.hosts, 1000)
+        whole("hosts", self.hosts, 1, 1000)
 
     def __enter__(self) -> LoopbackNetwork:
         """Nothing is made yet."""

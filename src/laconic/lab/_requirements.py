@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from laconic.lab._errors import LabError
-from laconic.lab._hosts import SWITCH, Host, find, ip
+from laconic.lab._hosts import SWITCH, Host, LabError, find, ip
 from laconic.lab._signals import postponed
 
 _STATUS = Path("/proc/self/status")

@@ -16,12 +16,30 @@ from multiprocessing.connection import wait as wait_for_any
 from typing import IO, Any
 
 from laconic.errors import ConfigError
-from laconic.lab._errors import LabError, RankError
+from laconic.lab._hosts import LabError
 from laconic.lab._signals import postponed
 
 _TAIL_LINES, _TAIL_BYTES = 30, 6000
 _LINGER_S = 2.0  # for what an ended process wrote last
 Echo = Callable[[int, str], None]
+
+
+class RankError(LabError):
+    """A rank failed. All others were killed."""
+
+    def __init__(self, *, rank: int, host: int, status: int, stderr: str) -> None:
+        self.rank, self.host, self.status, self.stderr = rank, host, status, stderr
+        said = f"its stderr ends:\n{stderr}" if stderr else "it wrote nothing to stderr"
+        super().__init__(f"rank {rank} (host {host}) {_how(status)}; {said}")
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"was killed by signal {-status}"
 
 
 @dataclass(frozen=True, kw_only=True)

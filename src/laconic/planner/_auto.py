@@ -15,6 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic._scratch import Scratch
+from laconic._settings import whole
 from laconic.comm._agreement import require_same_settings
 from laconic.comm._threads import lanes
 from laconic.errors import ConfigError
@@ -31,7 +32,7 @@ from laconic.integrations._ddp import (
     renew_units,
 )
 from laconic.integrations._fsdp import is_fsdp
-from laconic.integrations._handle import Stats, check_warmup
+from laconic.integrations._handle import Stats
 from laconic.integrations._state import HookState
 from laconic.planner._auto_decide import PLAIN_DDP, Candidate, Report
 from laconic.planner._auto_measure import GradientProfiler, RankNumbers, StepTimer
@@ -79,7 +80,7 @@ def auto(
     check_free(model)
     if error is not None and not (_is_number(error) and 0 < error < math.inf):
         raise ConfigError(f"error= is the NMSE that you allow, above 0 (0.08, say), not {error!r}")
-    check_warmup(warmup_steps)
+    whole("warmup_steps", warmup_steps, 0)
     handle = Auto(
         model,
         _families(model, error, candidates),
@@ -236,7 +237,7 @@ class Auto:
 
     def _exchange(self, bucket: Bucket) -> Future[Tensor]:
         """The strategy of the step takes a bucket."""
-        buffer, last, plain = bucket.buffer(), bucket.is_last(), self._states[PLAIN_DDP]
+        buffer, last, plain = bucket.buffer, bucket.is_last, self._states[PLAIN_DDP]
         action = self._action or self._begin()
         if action.gather is not None and not buffer.is_sparse:
             self._profiler.measure(bucket)
@@ -283,7 +284,7 @@ class Auto:
 
     def _sparse(self, bucket: Bucket, last: bool) -> Future[Tensor]:
         """No strategy encodes it."""
-        done = exchange_bucket(self._states[PLAIN_DDP], replace(bucket, last=False))
+        done = exchange_bucket(self._states[PLAIN_DDP], replace(bucket, is_last=False))
         if last:
             done.add_done_callback(lambda _: self._timer.end())
         return done
@@ -297,8 +298,8 @@ class Auto:
         lane = None
         if spec != PLAIN_DDP:
             own = self._states[spec].lanes
-            lane = own[bucket.index() % len(own)]
-        numbers = RankNumbers(self._numbers(gather), self._group, lane, bucket.buffer().device)
+            lane = own[bucket.index % len(own)]
+        numbers = RankNumbers(self._numbers(gather), self._group, lane, bucket.buffer.device)
         self._gathered[self._schedule.step + _DELAY] = numbers
 
     def _numbers(self, gather: Gather) -> list[float]:

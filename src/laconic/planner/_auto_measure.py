@@ -153,21 +153,21 @@ class GradientProfiler:
 
     def measure(self, bucket: Bucket) -> None:
         """Count what would be encoded, and the rest; at a step before the one of `exchange`."""
-        if bucket.index() == 0:
+        if bucket.index == 0:
             self._sizes.clear()
-        buffer = bucket.buffer()
-        layout = self._state.layout(bucket.parameters())
+        buffer = bucket.buffer
+        layout = self._state.layout(bucket.parameters)
         encoded = sum(one.numel for group in layout.groups for one in group.slices)
         sizes = encoded, buffer.numel() - encoded, buffer.element_size()
-        self._sizes[bucket.index()] = sizes
+        self._sizes[bucket.index] = sizes
 
     def exchange(self, bucket: Bucket) -> Future[Tensor]:
         """Start a bucket's mean; the sample is taken from the one with most values to encode."""
-        state, buffer = self._state, bucket.buffer()
-        layout = state.layout(bucket.parameters())
-        lane = state.lanes[bucket.index() % len(state.lanes)]
+        state, buffer = self._state, bucket.buffer
+        layout = state.layout(bucket.parameters)
+        lane = state.lanes[bucket.index % len(state.lanes)]
         largest = max(self._sizes, key=lambda index: self._sizes[index][0])
-        copied = bucket.index() == largest and self._sizes[largest][0] > 0
+        copied = bucket.index == largest and self._sizes[largest][0] > 0
         samples: list[_Sample] = []
         done = start(lane, buffer, partial(self._average, lane, buffer, layout, copied, samples))
         if copied:

@@ -8,7 +8,7 @@ from one process to another, library included. A probe is better than all of thi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from laconic.errors import ConfigError
 
@@ -58,116 +58,44 @@ class Machine:
     inside_latency_s: float = 6 * _US
 
 
-NVLINK_LATENCY_S = _NVLINK = 3 * _US  # through NVSwitch; 6 µs through PCIe
+_NVLINK_S = 3 * _US  # through NVSwitch; 6 µs through PCIe
 _RDMA, _EFA, _TCP = 10 * _US, 20 * _US, 50 * _US
+
+
+def node(device: str, per_node: int, link_bit_s: float, latency_s: float) -> Machine:
+    """A node with so many of a device, and NVLink between them if the device has it."""
+    own = Machine(device=device, per_node=per_node, link_bit_s=link_bit_s, latency_s=latency_s)
+    if device not in NVLINK:
+        return own
+    return replace(own, inside_byte_s=NVLINK[device], inside_latency_s=_NVLINK_S)
+
 
 MACHINES: Mapping[str, Machine] = {
     # AWS: the network rates of the instances' pages
-    "p5.48xlarge": Machine(
-        device="h100",
-        per_node=8,
-        link_bit_s=3200 * _GBIT,
-        latency_s=_EFA,
-        inside_byte_s=NVLINK["h100"],
-        inside_latency_s=_NVLINK,
-    ),
-    "p4de.24xlarge": Machine(
-        device="a100-80gb",
-        per_node=8,
-        link_bit_s=400 * _GBIT,
-        latency_s=_EFA,
-        inside_byte_s=NVLINK["a100-80gb"],
-        inside_latency_s=_NVLINK,
-    ),
-    "p4d.24xlarge": Machine(
-        device="a100-40gb",
-        per_node=8,
-        link_bit_s=400 * _GBIT,
-        latency_s=_EFA,
-        inside_byte_s=NVLINK["a100-40gb"],
-        inside_latency_s=_NVLINK,
-    ),
-    "p3.16xlarge": Machine(
-        device="v100",
-        per_node=8,
-        link_bit_s=25 * _GBIT,
-        latency_s=_TCP,
-        inside_byte_s=NVLINK["v100"],
-        inside_latency_s=_NVLINK,
-    ),
+    "p5.48xlarge": node("h100", 8, 3200 * _GBIT, _EFA),
+    "p4de.24xlarge": node("a100-80gb", 8, 400 * _GBIT, _EFA),
+    "p4d.24xlarge": node("a100-40gb", 8, 400 * _GBIT, _EFA),
+    "p3.16xlarge": node("v100", 8, 25 * _GBIT, _TCP),
     # no NVLink; PCIe 4 by way of the host's memory, 10 GB/s assumed (PCIe 3 on g4dn: 6)
-    "g5.12xlarge": Machine(device="a10g", per_node=4, link_bit_s=40 * _GBIT, latency_s=_TCP),
-    "g5.48xlarge": Machine(device="a10g", per_node=8, link_bit_s=100 * _GBIT, latency_s=_EFA),
-    "g6.12xlarge": Machine(device="l4", per_node=4, link_bit_s=40 * _GBIT, latency_s=_TCP),
-    "g4dn.12xlarge": Machine(
-        device="t4", per_node=4, link_bit_s=50 * _GBIT, latency_s=_TCP, inside_byte_s=6 * _GB
-    ),
+    "g5.12xlarge": node("a10g", 4, 40 * _GBIT, _TCP),
+    "g5.48xlarge": node("a10g", 8, 100 * _GBIT, _EFA),
+    "g6.12xlarge": node("l4", 4, 40 * _GBIT, _TCP),
+    "g4dn.12xlarge": replace(node("t4", 4, 50 * _GBIT, _TCP), inside_byte_s=6 * _GB),
     # NVIDIA's data sheets: 8 ports of InfiniBand for the GPUs, 400 Gbit/s (H100), 200 (A100)
-    "dgx-h100": Machine(
-        device="h100",
-        per_node=8,
-        link_bit_s=3200 * _GBIT,
-        latency_s=_RDMA,
-        inside_byte_s=NVLINK["h100"],
-        inside_latency_s=_NVLINK,
-    ),
-    "dgx-a100": Machine(
-        device="a100-80gb",
-        per_node=8,
-        link_bit_s=1600 * _GBIT,
-        latency_s=_RDMA,
-        inside_byte_s=NVLINK["a100-80gb"],
-        inside_latency_s=_NVLINK,
-    ),
+    "dgx-h100": node("h100", 8, 3200 * _GBIT, _RDMA),
+    "dgx-a100": node("a100-80gb", 8, 1600 * _GBIT, _RDMA),
     # Google Cloud, "Networking and GPU machines": the NICs for GPUs alone, without the host's
-    "a3-highgpu-8g": Machine(
-        device="h100",
-        per_node=8,
-        link_bit_s=800 * _GBIT,
-        latency_s=_TCP,
-        inside_byte_s=NVLINK["h100"],
-        inside_latency_s=_NVLINK,
-    ),
-    "a3-megagpu-8g": Machine(
-        device="h100",
-        per_node=8,
-        link_bit_s=1600 * _GBIT,
-        latency_s=_TCP,
-        inside_byte_s=NVLINK["h100"],
-        inside_latency_s=_NVLINK,
-    ),
-    "a3-ultragpu-8g": Machine(
-        device="h200",
-        per_node=8,
-        link_bit_s=3200 * _GBIT,
-        latency_s=_RDMA,
-        inside_byte_s=NVLINK["h200"],
-        inside_latency_s=_NVLINK,
-    ),
-    "a2-highgpu-8g": Machine(
-        device="a100-40gb",
-        per_node=8,
-        link_bit_s=100 * _GBIT,
-        latency_s=_TCP,
-        inside_byte_s=NVLINK["a100-40gb"],
-        inside_latency_s=_NVLINK,
-    ),
+    "a3-highgpu-8g": node("h100", 8, 800 * _GBIT, _TCP),
+    "a3-megagpu-8g": node("h100", 8, 1600 * _GBIT, _TCP),
+    "a3-ultragpu-8g": node("h200", 8, 3200 * _GBIT, _RDMA),
+    "a2-highgpu-8g": node("a100-40gb", 8, 100 * _GBIT, _TCP),
     # Azure's page of the series: 8 ports of InfiniBand of 200 Gbit/s
-    "nd96asr-v4": Machine(
-        device="a100-40gb",
-        per_node=8,
-        link_bit_s=1600 * _GBIT,
-        latency_s=_RDMA,
-        inside_byte_s=NVLINK["a100-40gb"],
-        inside_latency_s=_NVLINK,
-    ),
+    "nd96asr-v4": node("a100-40gb", 8, 1600 * _GBIT, _RDMA),
     # Desks: two cards that may not talk to each other directly share a board's PCIe 4 lanes (8
     # each, 10 GB/s assumed); switched Ethernet; a home has an Internet line, 10 ms to the others
-    "workstation-4090": Machine(
-        device="rtx4090", per_node=2, link_bit_s=10 * _GBIT, latency_s=_TCP
-    ),
-    "home": Machine(device="rtx3060", per_node=1, link_bit_s=0.1 * _GBIT, latency_s=10_000 * _US),
-    "cpu-server": Machine(device="cpu", per_node=1, link_bit_s=1 * _GBIT, latency_s=_TCP),
+    "workstation-4090": node("rtx4090", 2, 10 * _GBIT, _TCP),
+    "home": node("rtx3060", 1, 0.1 * _GBIT, 10_000 * _US),
+    "cpu-server": node("cpu", 1, 1 * _GBIT, _TCP),
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from laconic._files import Kind, read_json, write_made
 from laconic._records import record
+from laconic._settings import whole
 from laconic._version import __version__
 from laconic.errors import ConfigError
 from laconic.lab._rates import parse_rates
@@ -40,8 +41,7 @@ class Settings:
             ("batch", self.batch, 1, 65_536),
             ("seed", self.seed, 0, 2**31 - 1),
         ):
-            if not least <= value <= most:
-                raise ConfigError(f"{name} must be from {least} to {most}, not {value}")
+            whole(name, value, least, most)
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"lr must be above 0, not {self.lr}")
         if not 0 < self.target <= 1:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from laconic._settings import whole
 from laconic.codecs import Codec
 from laconic.errors import ConfigError
 from laconic.schedules._costs import AsyncCost, ScheduleCost
@@ -21,7 +22,6 @@ from laconic.schedules._inputs import (
     chosen_codec,
     chosen_pull_codec,
     warn_of_amplifying,
-    whole,
 )
 from laconic.schedules._master import NO_CODEC
 from laconic.schedules._schedule import ScheduleStats

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from laconic._cost import (
     FREE,
@@ -366,6 +366,7 @@ class AsyncCost(ScheduleCost):
 
 EVERY_STEP = EveryStepCost()
 _BY_NAME: dict[str, type[ScheduleCost]] = {EVERY_STEP.name: EveryStepCost}
+_KINDS: dict[str, Any] = {}  # the schedules' own classes
 _Schedule = TypeVar("_Schedule", bound=type)
 
 
@@ -383,8 +384,13 @@ def register_schedule(kind: _Schedule) -> _Schedule:
             "laconic.schedules.ScheduleCost"
         )
     check_kind(cost, ScheduleCost, "register_schedule: cost", _BY_NAME.values())
-    _BY_NAME[cost.name] = cost
+    _BY_NAME[cost.name], _KINDS[cost.name] = cost, kind
     return kind
+
+
+def registered() -> dict[str, Any]:
+    """The classes of the schedules that `register_schedule` was given, by name."""
+    return dict(_KINDS)
 
 
 def schedule_costs() -> tuple[type[ScheduleCost], ...]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from laconic._settings import whole
 from laconic.codecs import Codec, codec
 from laconic.comm._agreement import require_same_settings
 from laconic.errors import ConfigError
@@ -113,13 +114,6 @@ def _saved_buffers(model: nn.Module) -> list[str]:
         for name, _ in part.named_buffers(recurse=False)
         if name not in part._non_persistent_buffers_set
     ]
-
-
-def whole(name: str, value: object, least: int) -> int:
-    """value, if it is an integer from `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} must be an integer from {least}, not {value!r}")
-    return value
 
 
 def check_started() -> None:

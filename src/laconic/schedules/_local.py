@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from laconic._scratch import copy_all
+from laconic._settings import whole
 from laconic._version import __version__
 from laconic.codecs import Codec
 from laconic.comm._agreement import require_same_settings
@@ -28,7 +30,6 @@ from laconic.schedules._inputs import (
     load_buffers,
     own_buffers,
     same_start,
-    whole,
 )
 from laconic.schedules._model_vector import MeanInFlight, ModelVector, running_statistics
 from laconic.schedules._outer import (
@@ -41,7 +42,6 @@ from laconic.schedules._outer import (
     outer_step,
 )
 from laconic.schedules._schedule import BudgetStats
-from laconic.sharding._flat_parameters import copy_all
 from laconic.sharding._trained import Trained
 
 

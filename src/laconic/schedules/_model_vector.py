@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laconic._scratch import copy_all
 from laconic._wire import DTYPES
 from laconic.codecs import Codec
 from laconic.comm._context import ExchangeContext, ExchangeSession
@@ -18,7 +19,7 @@ from laconic.comm._threads import CommLane, CommStream, Work
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._policy import Chooser, policy_for
-from laconic.sharding._flat_parameters import FlatParameters, copy_all
+from laconic.sharding._flat_parameters import FlatParameters
 from laconic.sharding._trained import Named, Trained
 
 

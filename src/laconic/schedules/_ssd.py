@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from laconic._settings import whole
 from laconic.codecs import Codec
 from laconic.comm._threads import CommLane, own_group
 from laconic.errors import ConfigError
@@ -23,12 +24,10 @@ from laconic.schedules._inputs import (
     chosen_pull_codec,
     chosen_rule,
     warn_of_amplifying,
-    whole,
 )
-from laconic.schedules._master import NO_CODEC, Master, Round, ShardedMaster
+from laconic.schedules._master import NO_CODEC, Master, Round, ServerMaster, ShardedMaster
 from laconic.schedules._rules import LocalRule, Replica
 from laconic.schedules._schedule import BudgetStats
-from laconic.schedules._server_master import ServerMaster
 from laconic.server._link import Roles
 from laconic.sharding._shard import settings_of
 

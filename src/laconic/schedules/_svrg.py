@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from laconic._key import Key
+from laconic._settings import whole
 from laconic._version import __version__
 from laconic.codecs import QSGD, Codec, Place
 from laconic.comm._agreement import require_same_settings
@@ -28,7 +29,6 @@ from laconic.schedules._inputs import (
     load_buffers,
     own_buffers,
     same_start,
-    whole,
 )
 from laconic.schedules._schedule import ScheduleStats
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from laconic._scratch import copy_all
 from laconic.codecs import Place
 from laconic.comm._context import chunk_edges
 from laconic.errors import ConfigError
@@ -136,10 +136,3 @@ class FlatParameters:
                 p.grad = torch.empty_like(p)
         gradients = [p.grad.detach() for p in self.parameters if p.grad is not None]
         copy_all(gradients, self.views(x))
-
-
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy many tensors; one launch for many on a GPU."""
-    if targets:
-        copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-        copy(list(targets), list(sources))

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic._cost import FREE, Cluster, CodecCost, Links, TensorLoad
+from laconic._cost import FREE, Cluster, Links, TensorLoad
 from laconic.codecs import Codec, codec
 from laconic.comm._context import ExchangeContext, ExchangeMemory
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, exchange, exchanges
+from laconic.schedules._costs import NO_CODEC_COST
 from laconic.testing._processes import on_ranks
 from laconic.testing._subject import broken, same_bits
 
@@ -191,9 +193,8 @@ class _Check:
         if not predicts or self.size < 2 or self.codec.varies or self.codec.side_information:
             return
         bits = 8 * self.codec.nbytes(_VALUES) / _VALUES
-        load = TensorLoad(
-            encoded=_VALUES, plain=_PLAIN, codec=self.codec, cost=_cost(self.codec, bits)
-        )
+        cost = replace(NO_CODEC_COST, bits_out=bits, bits_back=bits, bits_once=bits)
+        load = TensorLoad(encoded=_VALUES, plain=_PLAIN, codec=self.codec, cost=cost)
         links = Links(ranks=self.size, allreduce=(FREE,), all_to_all=FREE, sendrecv=FREE)
         pair = Links(ranks=1, allreduce=(FREE,), all_to_all=FREE, sendrecv=FREE)
         cluster = Cluster(workers=self.size, flat=links, inside=pair, between=links)
@@ -228,16 +229,3 @@ class _Check:
                         f"{value} at {place} of {_VALUES} values became finite",
                         "GradScaler must see it: collectives that take a maximum lose NaN",
                     )
-
-
-def _cost(own: Codec, bits: float) -> CodecCost:
-    return CodecCost(
-        spec=str(own),
-        bits_out=bits,
-        bits_back=bits,
-        bits_once=bits,
-        error=0.0,
-        error_back=0.0,
-        encode=FREE,
-        decode=FREE,
-    )
