@@ -1,6 +1,6 @@
 """The cost model's terms: what things cost on a cluster, and what a rank does one after another.
 
-Exchanges and schedules say what they cost in these terms, each beside its own code; the planner
+Exchanges and schedules declare their costs in these terms, each beside its own code; the planner
 measures a `Cluster` and a `Workload`, and combines.
 """
 
@@ -45,7 +45,7 @@ class LinearCost:
             )
 
     def seconds(self, amount: float, starts: float = 1) -> float:
-        """Of so much in so many operations."""
+        """The time of an amount of work in `starts` operations."""
         return starts * self.start_s + amount / self.per_s
 
     def off(self, points: Sequence[tuple[float, float]]) -> float:
@@ -57,7 +57,7 @@ class LinearCost:
         return replace(self, per_s=self.per_s * times)
 
     def move(self, nbytes: float) -> Move:
-        """A message of so many bytes, where this is the cost of a link."""
+        """A message of `nbytes`, where this is the cost of a link."""
         return Move(self.start_s, nbytes / self.per_s, nbytes)
 
 
@@ -97,16 +97,16 @@ def fit(points: Sequence[tuple[float, float]]) -> LinearCost:
 
 @dataclass(frozen=True)
 class Work:
-    """So many seconds of the device, alone."""
+    """Seconds of the device, if nothing else uses it."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Move:
-    """A latency, then bytes: so many seconds of the wire, alone.
+    """A latency, then bytes: seconds of the wire, if nothing else uses it.
 
-    `nbytes` is what a rank sends to other nodes by it; no time depends on that.
+    `nbytes` is what a rank sends to other nodes; times do not depend on it.
     """
 
     start_s: float
@@ -116,14 +116,14 @@ class Move:
 
 @dataclass(frozen=True)
 class Pause:
-    """Time that passes whatever else happens: other ranks are awaited."""
+    """Waiting for other ranks: time that passes whatever else happens."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Submit:
-    """A job for a communication thread, which takes jobs in order; `name` is for those who wait."""
+    """A job for a communication thread, which takes jobs in order; `Wait` names it."""
 
     lane: int
     name: int
@@ -170,7 +170,7 @@ class Links:
     sendrecv: LinearCost
 
     def sum(self, payload: float) -> Move:
-        """The backend's all-reduce of so many bytes, by its fastest algorithm."""
+        """The backend's all-reduce of a payload in bytes, by its fastest algorithm."""
         sent = ring_bytes(payload, self.ranks)
         return min(self.allreduce, key=lambda line: line.seconds(sent)).move(sent)
 
@@ -216,8 +216,8 @@ class CodecCost:
     encode: LinearCost
     decode: LinearCost
     norm: LinearCost = FREE  # of codecs with one scale for all workers
-    # adding two wires of a pairwise codec; of codecs that sum, what adding takes longer in an
-    # all-reduce than that of as many bytes of fp32, which stands for a ring's additions, too
+    # adding two wires of a pairwise codec; for codecs that sum, the extra time of an all-reduce
+    # over one of as many bytes of fp32, also used for a ring's additions
     reduce: LinearCost = FREE
 
     def spent_once(self, budget: float) -> CodecCost:
@@ -225,7 +225,7 @@ class CodecCost:
         return replace(self, bits_out=self.bits_once, bits_back=self.bits_once, error=budget)
 
     def shared_by(self, codec: Codec, workers: int, measured: int) -> CodecCost:
-        """As it is where so many workers share the codec's levels, from `measured` workers.
+        """The cost where `workers` share the codec's levels; it was measured with `measured`.
 
         n workers have s(n) = ⌊127/n⌋ levels each (8 bits), Δ = N/s apart. ConfigError where the
         integers hold no such sum; codecs whose integers are not added stay as they are.
@@ -238,7 +238,7 @@ class CodecCost:
         return self.with_levels(known / levels)
 
     def with_levels(self, coarser: float) -> CodecCost:
-        """With levels so many times as far apart."""
+        """With the distance of levels multiplied by `coarser`."""
         error = rounding_error(level_distance(self.error) * coarser)
         return replace(self, error=error, error_back=error)
 
@@ -298,13 +298,19 @@ class Device:
             )
 
 
+def check_workers(workers: int) -> None:
+    """ConfigError unless the planner takes this number."""
+    if not 2 <= workers <= MAX_WORKERS:
+        raise ConfigError(f"a plan is for 2 to {MAX_WORKERS} workers, not {workers}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """n workers, L on each node, and what their links, their device and codecs on it cost.
 
-    `flat` is all workers talking to each other; where nodes hold several, `inside` is the ranks of
-    one node, `between` the owners of one part, one on each node, while those of all other parts
-    talk, too. `lanes` is how many buckets travel at once.
+    `flat` is all workers communicating; where nodes hold several, `inside` is the ranks of
+    one node, `between` the owners of one part, one on each node, while the owners of all other
+    parts communicate, too. `lanes` is how many buckets travel at once.
     """
 
     workers: int
@@ -318,8 +324,7 @@ class Cluster:
     backend: str = "nccl"
 
     def __post_init__(self) -> None:
-        if not 2 <= self.workers <= MAX_WORKERS:
-            raise ConfigError(f"a plan is for 2 to {MAX_WORKERS} workers, not {self.workers}")
+        check_workers(self.workers)
         if self.per_node < 1 or self.workers % self.per_node:
             raise ConfigError(
                 f"{self.workers} workers do not fill nodes of {self.per_node}: give a multiple"
@@ -358,7 +363,7 @@ class Workload:
     """A model's step without communication: forward, backward, and the rest (optimizer, data).
 
     `kappa` is κ, the gradient agreement: ‖mean‖²/average ‖gradient‖² over ranks, 1 for equal
-    gradients, 1/n for independent ones, less for such that cancel.
+    gradients, 1/n for independent ones, less where they cancel.
     """
 
     forward_s: float
@@ -367,7 +372,7 @@ class Workload:
     buckets: tuple[Bucket, ...]
     value_bytes: int = 4  # of a gradient's value: 4 in fp32, 2 in bf16 and fp16
     kappa: float | None = None  # None: 1/n, independent
-    skew_s: float = 0.0  # that the slowest rank is behind the mean when they meet, per step
+    skew_s: float = 0.0  # delay of the slowest rank over the mean, per step
     adaptive: bool = False  # whether the optimizer divides gradients by a second moment
 
     @property
@@ -401,7 +406,7 @@ class TensorLoad:
 class EncodingError:
     """What the error of a mean is made of.
 
-    e and e' are E‖Q(x) - x‖²/‖x‖² of one encoding of a worker's gradient and of the mean,
+    e and e' are E‖Q(x) - x‖²/‖x‖² of one encoding of a worker's gradient, and of the mean;
     κ = ‖mean‖²/(average ‖x_i‖²) is the gradient agreement of n workers, 1/n where it is not known.
     """
 

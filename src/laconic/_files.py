@@ -1,7 +1,7 @@
-"""Files: written whole or not at all, and never over somebody else's; JSON that is read with care.
+"""Files: written atomically, and never over other programs' files; JSON that is checked.
 
-A file is written beside its target, under a name that nobody can guess (so that no link can be
-planted there), and renamed. A symbolic link is followed: the file that it names is replaced, not
+A file is written beside its target, under a random name (so that no link can be planted there),
+and renamed. A symbolic link is followed: the file that it names is replaced, not
 the link. What is no file (/dev/stdout, a pipe) is written to directly.
 
 A file that exists is replaced if it is empty, or if laconic made one of that kind: `Kind` says by
@@ -56,9 +56,9 @@ def write_made(path: str | Path, text: str, kind: Kind, *, force: bool = False) 
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Replace whatever is there; whoever reads it meanwhile finds what was there before.
+    """Replace what is there; until then readers find the former content.
 
-    If this fails, nothing is left behind, and the OSError names `path`.
+    If this fails, no partial file is left, and the OSError names `path`.
     """
     path = Path(path)
     try:
@@ -78,7 +78,7 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def read_json(path: str | Path) -> Any:
-    """OSError, or ValueError for all that is no JSON with one meaning."""
+    """OSError, or ValueError for what is not unambiguous JSON."""
     with Path(path).open("rb") as stream:
         data = stream.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:

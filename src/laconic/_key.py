@@ -14,7 +14,7 @@ step t draws what it would have drawn. The 64-bit part runs once per encode, on 
 search (public domain, "hash prospector"); k1 enters between them so that two streams are not
 shifted copies of each other. On the plain counter the two rounds are not enough: draws 128 or
 1024 apart are visibly dependent in 2^20 pairs (`tests/kernels/test_random.py` shows both).
-Stepping by the golden ratio (a Weyl sequence) repairs that at the price of a multiply-add in
+Stepping by the golden ratio (a Weyl sequence) fixes that at the price of a multiply-add in
 place of the add.
 
 One 32-bit draw serves two elements, 16 bits each: element j of a group of 128 takes the low
@@ -44,9 +44,9 @@ class Stream(NamedTuple):
 class Key:
     """Names one encoding: who encodes what, when, and for which purpose.
 
-    Two encodings that must be independent differ in at least one field. `phase` tells a first
-    encoding (0) from an owner's re-encoding or a hop's coin: reusing a draw there would bias
-    the sum.
+    Two encodings that must be independent differ in at least one field. `phase` distinguishes a
+    first encoding (0) from an owner's re-encoding or the rounding of a partial sum: reusing a draw
+    there would bias the sum.
 
     >>> Key(seed=0, step=7, tensor=3, rank=1).stream()
     Stream(k0=2935712569, k1=2360678965)

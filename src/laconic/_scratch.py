@@ -54,7 +54,7 @@ def borrowed(
 
 
 class _PerThread(threading.local):
-    """Buffers that nobody has borrowed now."""
+    """Buffers that are not borrowed now."""
 
     def __init__(self) -> None:
         self.free: dict[tuple[object, ...], list[Tensor]] = {}

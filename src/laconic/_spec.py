@@ -39,15 +39,15 @@ def to_spec(made: Any) -> str:
 
     A field that takes no part in comparisons (`compare=False`) is not a setting.
     """
-    told = []
+    given = []
     for one in fields(made):
         value = getattr(made, one.name)
         if one.compare and value != one.default:
-            told.append(f"{one.name}={_told(value)}")
-    return f"{made.name}:{','.join(told)}" if told else made.name
+            given.append(f"{one.name}={_as_text(value)}")
+    return f"{made.name}:{','.join(given)}" if given else made.name
 
 
-def _told(value: object) -> str:
+def _as_text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     text = repr(value).replace(" ", "") if isinstance(value, float | tuple) else str(value)
@@ -128,5 +128,5 @@ def check_kind(kind: Any, base: type[Any], register: str, others: Iterable[Any])
 
 
 def same_class(other: type[Any], kind: type[Any]) -> bool:
-    """Whether a class is imported anew, in a notebook say: then it replaces the one before."""
+    """Whether a class is one that was imported again, as in a notebook: it replaces the first."""
     return (other.__module__, other.__qualname__) == (kind.__module__, kind.__qualname__)

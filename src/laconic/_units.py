@@ -15,7 +15,7 @@ _FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zµ]*)")
 
 
 def parse_rate(text: str, like: str = "100mbit or 25gbit") -> float:
-    """Bits a second; `like` are examples for whoever wrote it another way.
+    """Bits per second; `like` gives examples for the error.
 
     >>> parse_rate("25gbit")
     25000000000.0
@@ -58,7 +58,9 @@ def rate(bit_s: float) -> str:
     >>> rate(41.2e9)
     '41 Gbit/s'
     """
-    return _told(bit_s, {f"{name[:-3].capitalize()}bit/s": size for name, size in _RATES.items()})
+    return _in_units(
+        bit_s, {f"{name[:-3].capitalize()}bit/s": size for name, size in _RATES.items()}
+    )
 
 
 def seconds(span_s: float) -> str:
@@ -67,7 +69,7 @@ def seconds(span_s: float) -> str:
     >>> seconds(0.0004)
     '400 µs'
     """
-    return _told(span_s, {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0})
+    return _in_units(span_s, {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0})
 
 
 def size(nbytes: float) -> str:
@@ -76,10 +78,10 @@ def size(nbytes: float) -> str:
     >>> size(14e9)
     '14 GB'
     """
-    return _told(nbytes, _BYTES)
+    return _in_units(nbytes, _BYTES)
 
 
-def _told(amount: float, units: dict[str, float]) -> str:
+def _in_units(amount: float, units: dict[str, float]) -> str:
     """With two digits or more, in the largest unit that leaves 1 or more before the point."""
     if not amount:
         return "0"

@@ -34,11 +34,11 @@ assert _LAYOUT.size + _CRC.size == HEADER_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a wire says of itself. Fields that a codec does not use are zero.
+    """The header's fields; those that a codec does not use are zero.
 
     With a coder the wire's length varies: `body_bytes` counts the body up to its chunks, the last
-    entry of `ends` tells the rest. Of `segments` (lengths, known to both sides) only the number
-    travels; none means one segment. `run` cuts each into parts of so many values, which have a
+    entry of `ends` gives the rest. Of `segments` (lengths, known to both sides) only the number
+    travels; none means one segment. `run` cuts each into parts of that many values, with a
     step each; 0 cuts nothing.
     """
 
@@ -191,7 +191,7 @@ class Wire:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes that travel, header included. Where the length varies, CUDA is waited for."""
+        """Bytes that travel, header included; on CUDA this waits where the length varies."""
         if not self.header.coder or not self.header.numel:
             return self.header.nbytes
         return self.header.nbytes + 4 * (int(self._words()) & 0xFFFFFFFF)
@@ -203,7 +203,7 @@ class Wire:
         return (self._words().to(torch.int64) & 0xFFFFFFFF) * 4 + self.header.nbytes
 
     def _words(self) -> Tensor:
-        """Words behind the tables: the last entry of ends, which checks follow."""
+        """Words after the tables: the last entry of ends, which checks follow."""
         last = self.header.nbytes - 4 * table(self.header.parts).chunks - 4
         if last < HEADER_BYTES or last % 4:
             raise WireError(

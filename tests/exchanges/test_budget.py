@@ -282,7 +282,7 @@ def _reduce(
         out,
         places=[context.inside(a, b) for a, b in bounds],
         uncompressed=[no_values(x)] * len(bounds),
-        rest_out=no_values(x),
+        uncompressed_out=no_values(x),
     )
 
 

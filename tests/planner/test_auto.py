@@ -111,7 +111,7 @@ def profile(
         square=1.0,
         mean_square=1.0,
         encoded=encoded,
-        rest_bytes=0.0,
+        uncompressed_bytes=0.0,
         plain_bytes=4 * encoded,
         last_share=last_share,
         codecs=tuple(profiles),

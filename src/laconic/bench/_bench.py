@@ -42,7 +42,7 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Of one thing, over all rounds."""
+    """Of one item, over all rounds."""
 
     median_s: float
     p10_s: float
@@ -56,7 +56,7 @@ class Row:
     """What a codec costs, and what it makes of Gaussian values."""
 
     codec: str
-    bits: float  # a value
+    bits: float  # per value
     error: float  # NMSE: ‖decoded - x‖²/‖x‖²
     encode: Timing
     decode: Timing  # added onto a tensor
@@ -88,7 +88,7 @@ def bench(
 ) -> Bench:
     """Measure for about `patience_s`, the first calls not counted; five rounds at least.
 
-    On a CPU every thing runs twice in its turn, and the second time counts: threads of whoever ran
+    On a CPU each item runs twice in its turn, and the second time counts: threads of the item
     before may still spin. On CUDA it is captured as a graph where that is possible, so that what
     the host takes to launch it does not count.
     """
@@ -173,7 +173,7 @@ def _works(spec: str, x: Tensor, target: Tensor) -> tuple[Quality, Work, Work]:
 def _in_turns(
     work: dict[tuple[str, str], Work], device: torch.device, patience_s: float
 ) -> dict[tuple[str, str], list[float]]:
-    """Seconds of every round, each thing once in a round."""
+    """Seconds of every round, each item once in a round."""
     watches = {
         name: _gpu_watch(one) if device.type == "cuda" else _cpu_watch(one)
         for name, one in work.items()
@@ -234,7 +234,7 @@ def _graph(work: Work) -> Work | None:
 
 @contextmanager
 def _fitting(values: int) -> Iterator[None]:
-    """ConfigError for a tensor that memory cannot hold; torch says so in words only."""
+    """ConfigError for a tensor that memory cannot hold: torch has no exception of its own."""
     problem = f"{values:,} values do not fit into memory: give fewer"
     if values >= 2**62:
         raise ConfigError(problem)

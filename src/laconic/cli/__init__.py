@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`app`, imported when asked for: it needs typer."""
+    """`app`, imported on first use: it needs typer."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from laconic.cli._app import app

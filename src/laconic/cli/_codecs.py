@@ -206,11 +206,11 @@ def _settings(own: object) -> list[dict[str, str]]:
     return [
         {
             "name": name,
-            "value": "tensor" if (name, value) == ("block", None) else words.get(told, told),
+            "value": "tensor" if (name, value) == ("block", None) else words.get(text, text),
             "allowed": allowed,
         }
         for name, value, allowed in settings_of(own)
-        for told in [str(value)]
+        for text in [str(value)]
     ]
 
 

@@ -51,7 +51,7 @@ def plotted(found: Plan, workload: Workload, at: At) -> str:
         raise ConfigError("--plot needs plotly: pip install 'laconic[plot]'") from error
     curves, link = Curves(workload, at), found.link_bit_s
     x = rates(link)
-    figure = go.Figure()
+    figure: Any = go.Figure()
     colours = iter(_COLOURS)
     for choice in _shown(found):
         y = [curves.seconds(choice.prediction.strategy, bit_s / link) for bit_s in x]
@@ -73,9 +73,10 @@ def plotted(found: Plan, workload: Workload, at: At) -> str:
         text=f"now: {rate(link)}",
         showarrow=False,
     )
+    heights = [value for line in figure.data for value in line.y]
     figure.update_layout(
         xaxis={"title": "link rate", "type": "log", **_ticks(x, rate)},
-        yaxis={"title": "time per step", "type": "log", **_ticks(_heights(figure), seconds)},
+        yaxis={"title": "time per step", "type": "log", **_ticks(heights, seconds)},
         legend={"orientation": "h", "y": -0.2},
         template="plotly_white",
         hovermode="x unified",
@@ -118,12 +119,8 @@ def _add_line(
     )
 
 
-def _heights(figure: Any) -> list[float]:
-    return [value for line in figure.data for value in line.y]
-
-
-def _ticks(values: Sequence[float], told: Callable[[float], str]) -> dict[str, Any]:
+def _ticks(values: Sequence[float], text_of: Callable[[float], str]) -> dict[str, Any]:
     """Powers of ten, as people write them."""
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     places = [10.0**power for power in range(low, high + 1)]
-    return {"tickvals": places, "ticktext": [told(place) for place in places]}
+    return {"tickvals": places, "ticktext": [text_of(place) for place in places]}

@@ -117,7 +117,7 @@ def race_command(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Train the same network with several strategies over slow links, and say which one pays.
+    """Train the same network with several strategies over slow links, and compare.
 
     Runs real processes and real collectives on this machine; each worker is a host with a shaped
     link. Where links cannot be shaped, bytes are measured and step times are predicted.

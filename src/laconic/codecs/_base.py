@@ -46,7 +46,7 @@ class Place:
                 raise ValueError(f"Place.{name} must be an integer from 0, not {value!r}")
         if not self.start < self.start + self.numel <= self.total:
             raise ValueError(
-                f"a place holds at least one value of its parameter and none behind its end: {self}"
+                f"a place holds at least one value of its parameter and none after its end: {self}"
             )
 
 
@@ -116,7 +116,7 @@ class Codec(ABC):
     side_information: ClassVar[bool] = False  # decoding needs side=
     segmented: ClassVar[bool] = False  # has one step per tensor: encode takes segments=
     residuals: ClassVar[bool] = False  # has a residual of each parameter: encode takes places=
-    knows_error: ClassVar[bool] = False  # can tell what it spent: encode takes spent=
+    knows_error: ClassVar[bool] = False  # knows the error of an encoding: encode takes spent=
 
     def __init_subclass__(cls) -> None:
         for old, new in _OLD_NAMES.items():
@@ -173,21 +173,21 @@ class Codec(ABC):
 
         `norm` (for global codecs) is the scale that all workers share. `workers` is the number of
         wires that will be added; give it to every wire of a sum, because `decode_sum` counts on
-        it and the sum itself does not say. `out` may be the wire of an earlier encode: its header,
+        it and the sum does not contain it. `out` may be the wire of an earlier encode: its header,
         if equal, is not written again. `segments` are the lengths of the tensors that x is made
-        of, where a codec has one step a tensor (ecdq); others do not look at it. Encoding never
+        of, where a codec has one step per tensor (ecdq); others ignore it. Encoding never
         waits for the device.
 
         `shares`, for codecs with a `budget`, are factors of it, one per segment: 0.25 asks for a
-        quarter of the error. A float64 tensor on x's CUDA device is not waited for. `spent`, for
+        quarter of the error; they may be a float64 tensor on x's CUDA device. `spent`, for
         codecs with `knows_error`, is a float32 or float64 tensor on x's device with an entry per
         segment (one without segments). It gets the exact expected squared error E‖Q(v) - v‖² of
         each, over the dither, given x.
 
         `residuals`, for codecs that have some, are what the caller keeps of earlier steps: they
-        are added to x, and what is lost is kept in them. Without them nothing is owed, and nothing
-        kept. `places` say which parts of which parameters x consists of, in order; without them
-        it is the whole of parameter `key.tensor`. Other codecs look at neither.
+        are added to x, and what is lost is stored in them. Without them nothing is added or kept.
+        `places` name the parts of parameters that x consists of, in order; by default x is the
+        whole of parameter `key.tensor`. Other codecs ignore both.
         """
         flat = flat_input(x)
         workers = 1 if workers is None else workers
@@ -262,7 +262,7 @@ class Codec(ABC):
             expected, _ = _header_of(
                 self, header.numel, wire.dtype, header.workers, header.segments
             )
-        except ConfigError:  # it says more workers than this codec can serve
+        except ConfigError:  # more workers than this codec can serve
             expected = None
         if wire.header != expected:
             raise WireError(
@@ -312,7 +312,7 @@ class Codec(ABC):
         return HEADER_BYTES + self._room(_header_of(self, numel, dtype, 1, parts)[0])
 
     def check_workers(self, workers: int) -> None:  # noqa: B027 (most add up any number)
-        """ConfigError, with what works, if wires of so many workers cannot be added."""
+        """ConfigError, with what works, if wires of this many workers cannot be added."""
 
     def least_nbytes(
         self,
@@ -332,7 +332,7 @@ class Codec(ABC):
         raise TypeError(f"{self.name} has no shared scale: shared_norm is False")
 
     def levels_for(self, workers: int) -> int:
-        """Levels under a shared scale that leave room for the sum of so many workers."""
+        """Levels under a shared scale that leave room for the sum of this many workers."""
         raise TypeError(f"{self.name} has no levels that workers share: shared_norm is False")
 
     def reduce(self, a: Wire, b: Wire, key: Key, out: Tensor | None = None) -> Wire:
@@ -341,7 +341,7 @@ class Codec(ABC):
 
     @property
     def budget(self) -> float | None:
-        """E‖Q(v) - v‖² / ‖v‖² that the codec was asked to spend; None if it was asked for bits."""
+        """E‖Q(v) - v‖² / ‖v‖² that the codec may spend; None if its settings are bits instead."""
         return None
 
     def at_share(self, share: float) -> Codec:
@@ -380,7 +380,7 @@ class Codec(ABC):
         segments: int,
         device: torch.device,
     ) -> tuple[float, ...] | Tensor:
-        """The shares; ConfigError or ValueError if the codec cannot spend so, or not tell it."""
+        """The shares; ConfigError or ValueError unless the codec takes these arguments."""
         if shares is None and spent is None:
             return ()
         if shares is not None and self.budget is None:
@@ -432,7 +432,7 @@ class Codec(ABC):
         """Decode the body into flat, non-empty into.out."""
 
     def __str__(self) -> str:
-        """The text that `laconic.codec` turns into this codec."""
+        """The spec string that `laconic.codec` turns into this codec."""
         settings = []
         for item in fields(self):  # pyright: ignore[reportArgumentType] (subclasses are dataclasses)
             value = getattr(self, item.name)

@@ -27,18 +27,18 @@ _MOST_RUNS = 1 << 19  # then there are 2^20 chunks at most, whose 4096 draws eac
 
 @dataclass(frozen=True, kw_only=True)
 class ECDQ(Codec):
-    """`ecdq`: say how much error is allowed; the bits follow the information in the gradient.
+    """`ecdq`: given an allowed error, the bits follow the information in the gradient.
 
     Per segment (a tensor, or a parameter's part of a bucket) of d values v, Δ = f·rms(v), r
     uniform on [0, 1), u = r - ½:
 
         q_i = floor(v_i/Δ + r_i)           v̂_i = Δ·(q_i - u_i) or Δ·q_i, chosen per block of 512
 
-    1. Both are unbiased. Subtracting u costs Δ²/12 a value, zeros included; not subtracting costs
+    1. Both are unbiased. Subtracting u costs Δ²/12 per value, zeros included; not subtracting costs
        Δ²·φ_i(1-φ_i) with φ_i = v_i/Δ mod 1, nothing on zeros. A block takes what is cheaper for
        its v (one bit), before r is drawn: E over r of the chosen form is v, and the error is
            E‖v̂-v‖² = Δ²·Σ_blocks min(n/12, Σ φ_i(1-φ_i)).
-       A choice that looks at q is biased: with φ small, q ≠ 0 tells that r was large, and a rule
+       A choice that looks at q is biased: with φ small, q ≠ 0 means that r was large, and a rule
        that takes one form then and the other one otherwise keeps only part of either mean.
     2. `error=` is the most that E‖v̂-v‖²/‖v‖² may be after that choice, of every segment and
        for all v. f = √(12·error) would keep to it without the choice; with it f is larger,
@@ -46,8 +46,8 @@ class ECDQ(Codec):
        steps (no second pass). Quantizing adds up the exact error; in the rare case that the
        sample was misled, the segment takes a smaller step that needs no sample
        (`kernels/_reference/ecdq_steps.py`). None of this looks at r. `step=` gives f itself.
-       Integers stay within 32001: Δ is at least max|v|/32000, even if that is more error than
-       asked for.
+       Integers stay within 32001: Δ is at least max|v|/32000, even if that exceeds the
+       allowed error.
     3. q is coded losslessly (`coder=`): zeros and small integers cost little. The code length may
        depend on anything, the value may not.
     4. `max_bits=` is a ceiling on the coded bits of a value (2 or more, averaged over a segment;
@@ -188,7 +188,7 @@ class ECDQ(Codec):
         backend(body.device).ecdq_decode(section, steps, into.output, wire.header.parts, coding)
 
     def __str__(self) -> str:
-        """Without a block there is nothing to say about it."""
+        """Without block=, where there is none."""
         return super().__str__().removesuffix(",block=tensor")
 
 
@@ -240,6 +240,6 @@ def _on_device(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _sections(body: Tensor, header: Header) -> tuple[Tensor, Section]:
-    """Steps (fp32), and the coded section behind them."""
+    """Steps (fp32), and the coded section after them."""
     size = 4 * len(header.parts)
     return body[:size].view(torch.float32), Section.of(body[size:], table(header.parts).chunks)

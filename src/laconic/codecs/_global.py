@@ -116,7 +116,7 @@ class Global(Codec):
         object.__setattr__(self, "sparse_sum", two_norm and not summable)
 
     def levels_for(self, workers: int) -> int:
-        """s: as many levels as let the sum of `workers` codes fit, or what was asked for."""
+        """s: as many levels as let the sum of `workers` codes fit, or `levels`."""
         most = ((1 << (self.bits - 1)) - 1) // workers
         if most < 1:
             fits = next(bits for bits in sorted(_PAYLOADS) if (1 << (bits - 1)) - 1 >= workers)
@@ -160,7 +160,9 @@ class Global(Codec):
 
     def _sum_shape(self, payload: Tensor) -> Sequence[int]:
         if self.bits == 4:
-            raise TypeError("a sum of 4-bit codes does not say how many: give shape= or out=")
+            raise TypeError(
+                "the number of values of a sum of 4-bit codes is not known: give shape= or out="
+            )
         return payload.shape
 
     def _read_sum(

@@ -174,7 +174,7 @@ def read(body: Tensor, wire: Wire, into: DecodeTarget, *, subtract: bool, shift:
 def header_fields(name: str, dithered: bool = True) -> dict[str, Any]:
     """What a header says of a codec's coder; nothing for codes of fixed width.
 
-    Not `dithered`: the key's dither tells nothing about the integers.
+    Not `dithered`: the integers were not made with the key's dither.
     """
     own = coder(name) if dithered else coder(name).undithered()
     return {} if name == PLAIN else {"coder": own.id, "form": own.form}
@@ -209,7 +209,7 @@ def read_codes(
     """The bytes back, and the scales that go with them.
 
     A chunk that is damaged, or a code whose magnitude exceeds `largest`, raises WireError; on CUDA,
-    where nobody waits, it makes the scales NaN.
+    where that would mean a wait, it makes the scales NaN.
     """
     codes = scratch(header.numel, body.device)
     values = codes[: header.numel].view(torch.int8)
@@ -226,7 +226,7 @@ _kept = Scratch()
 
 
 def scratch(numel: int, device: torch.device) -> Tensor:
-    """Room for a byte per value, in whole groups; this thread's, until it is asked for again."""
+    """Room for a byte per value, in whole groups; valid until this thread takes it again."""
     return _kept.take("codes", packed_bytes(numel, 8), device, torch.uint8)
 
 

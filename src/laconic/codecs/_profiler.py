@@ -82,7 +82,7 @@ class CodecProfiler:
         )
 
     def quality(self, keys: int = 1) -> Quality:
-        """Bits and error, as the mean over so many keys."""
+        """Bits and error, as the mean over `keys` keys."""
         exact = self.x.float()
         power = float(exact.square().sum(dtype=torch.float64))
         bits, lost = 0.0, 0.0

@@ -102,7 +102,7 @@ def build(spec: str, kinds: Kinds) -> Codec:
         )
     if not inside.strip():
         raise ConfigError(f"{name}() wraps nothing: write {name}(dqsg:bits=4), for example")
-    hint = "; settings of the codec inside stand inside the parentheses"
+    hint = "; settings of the codec inside go inside the parentheses"
     return kind(inner=build(inside, kinds), **settings(kind, rest, without=("inner",), hint=hint))
 
 
@@ -131,16 +131,16 @@ def _cut(spec: str) -> _Parts:
     if close is None:
         return _Parts(head.strip(), None, rest)
     if "(" not in head:
-        raise ConfigError(f"{spec!r}: brackets stand right behind a wrapper's name")
+        raise ConfigError(f"{spec!r}: brackets follow a wrapper's name directly")
     name, _, _ = head.partition("(")
-    inside, behind = spec[len(name) + 1 : close], spec[close + 1 :].strip()
+    inside, after = spec[len(name) + 1 : close], spec[close + 1 :].strip()
     name = name.strip()
-    if behind and not behind.startswith(":"):
+    if after and not after.startswith(":"):
         raise ConfigError(
-            f"{name}: settings stand behind the bracket and a colon, as in "
-            f"{name}(...):setting=value, not {behind!r}"
+            f"{name}: settings follow the bracket and a colon, as in "
+            f"{name}(...):setting=value, not {after!r}"
         )
-    return _Parts(name, inside, behind[1:])
+    return _Parts(name, inside, after[1:])
 
 
 def split(text: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What error feedback owes: for each parameter, the part that was not sent yet."""
+"""The residuals of error feedback: for each parameter, the part that was not sent yet."""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ class Draw(NamedTuple):
 def stratum(key: Key, workers: int, levels: int) -> Draw:
     """The draws of one of n workers whose wires will be added.
 
-    All share the draws of rank n, which nobody else has. Places are dealt anew for every key: the
-    ranks stand in the order of a hash (a bijection, so there are no ties).
+    All share the draws of rank n, which no worker has. Places change with every key: the ranks are
+    in the order of a hash (a bijection, so there are no ties).
     """
     if key.rank >= workers:
         raise ValueError(

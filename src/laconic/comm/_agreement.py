@@ -23,7 +23,7 @@ def require_same_settings(
     settings: dict[str, str], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """ConfigError on every rank, naming ranks and difference, unless all have these settings."""
-    found = [json.loads(text) for text in _texts(json.dumps(settings), group, device)]
+    found = [json.loads(text) for text in _gathered_text(json.dumps(settings), group, device)]
     problems = []
     for name in sorted(set().union(*found)):
         values: dict[str, list[int]] = {}
@@ -39,7 +39,7 @@ def require_same_settings(
         raise ConfigError(f"ranks disagree on {'; and on '.join(problems)}")
 
 
-def _texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+def _gathered_text(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
     """Every rank's text: plain bytes, no objects are unpickled."""
     mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
@@ -95,7 +95,7 @@ def compare(found: Tensor, group: dist.ProcessGroup, step: int = 0, what: str = 
         if value != _ABSENT:
             holders.setdefault(value, []).append(rank)
     if len(holders) > 1:
-        raise ReplicaError(_said(what, sorted(holders.values(), key=len, reverse=True), context))
+        raise ReplicaError(_message(what, sorted(holders.values(), key=len, reverse=True), context))
 
 
 def _digest(tensor: Tensor, number: int) -> Tensor:
@@ -114,7 +114,7 @@ def _words(tensor: Tensor) -> Tensor:
     return flat.view(torch.int32)
 
 
-def _said(what: str, sets: list[list[int]], context: ExchangeContext) -> str:
+def _message(what: str, sets: list[list[int]], context: ExchangeContext) -> str:
     """The largest set first; without a majority nothing says which ranks are right."""
     named = [_ranks(ranks, context) for ranks in sets]
     fix = "load all ranks from one checkpoint"

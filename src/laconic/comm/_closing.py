@@ -4,7 +4,7 @@ A thread that is inside torch while the interpreter ends aborts the process: it 
 Python ends it there, and C++ does not let a thread end inside its destructors ("terminate called
 without an active exception"). So no thread of ours may be left by then, and none may wait there
 for peers that are not coming. A thread of torch's may: DDP keeps its process group, whose Gloo
-threads ask for the GIL when they drop the last operation, after whoever waited for it has resumed.
+threads ask for the GIL when they drop the last operation, after its waiter has resumed.
 """
 
 from __future__ import annotations

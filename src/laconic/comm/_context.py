@@ -54,12 +54,11 @@ class Traffic:
 
 
 class ExchangeMemory:
-    """All that one caller's exchanges remember from step to step; one rank's own, but for budgets.
+    """All that one caller's exchanges remember between steps; per rank, except budgets.
 
     `residuals` are what codecs with error feedback have not sent yet. `kept` has the rest, by keys
-    that exchanges choose: objects with a `state_dict`, and after loading their states, until the
-    exchange takes them up. Under `BUDGET` it is what is known of each parameter's error, a hint
-    that any rank may load.
+    that exchanges choose: objects with a `state_dict`, or their loaded states until first use.
+    Under `BUDGET` it is what is known of each parameter's error, a hint that any rank may load.
     """
 
     BUDGET = "budget"
@@ -110,8 +109,8 @@ class ExchangeContext:
     which parameters it holds, for codecs with a step or a residual for each. `first_chunk` is the
     number of its first chunk: sub-groups that share a tensor's parts draw with chunks of their own.
     `memory` is what codecs and exchanges remember of these tensors: give the same one at every
-    step. Error feedback finds there what it owes, and codecs with a budget (`error=`) how much of
-    each parameter's gradient ranks have in common.
+    step. It has the residuals of error feedback and, for codecs with a budget (`error=`), how much
+    of each parameter's gradient ranks have in common.
     `verify` says whether messages carry a check sum of all their bytes, or only of their frames:
     "sum", "none", or "auto", which is "sum" for tensors on the CPU. All ranks give the same.
     `passes` of backward were made since an optimizer stepped this rank's model, if that is known:
@@ -229,11 +228,11 @@ def checked_verify(verify: str) -> str:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the wires that arrive: known to all, or from `least` to so many each."""
+    """Bytes of the wires that arrive: known to all, or between `least` and `bytes`."""
 
     bytes: tuple[int, ...]
     known: bool
-    least: tuple[int, ...] = ()  # nothing: no bound
+    least: tuple[int, ...] = ()  # empty: no bound
 
     @property
     def smallest(self) -> tuple[int, ...]:
@@ -247,7 +246,7 @@ class Sizes:
         places: Sequence[Sequence[Place]],
         dtype: torch.dtype,
     ) -> Sizes:
-        """Of wires of so many values each; none for no values."""
+        """Of wires of `counts` values; none for no values."""
         found = [
             codec.nbytes(count, dtype, segments_of(own)) if count else 0
             for count, own in zip(counts, places, strict=True)
@@ -272,7 +271,7 @@ def chunks_of(x: Tensor, ranks: int, grain: int = _GRAIN) -> list[Tensor]:
 
 
 def segments_of(places: Sequence[Place]) -> list[int] | None:
-    """What a codec with one step a tensor needs to know."""
+    """The segments of a codec with one step per tensor."""
     return [place.numel for place in places] or None
 
 
@@ -284,7 +283,7 @@ def encode(
     context: ExchangeContext,
     **spending: Any,
 ) -> Wire:
-    """x's wire, in a scratch buffer of that chunk and phase.
+    """x's wire, in a scratch buffer for its chunk and phase.
 
     `spending` are shares= and spent= of codecs with a budget.
     """
@@ -326,7 +325,7 @@ def decode(
     else:
         wire = Wire.parse(message, **what)
         if wire.header.workers != workers:
-            raise WireError(f"a wire for {wire.header.workers} workers came, not for {workers}")
+            raise WireError(f"a wire for {wire.header.workers} workers arrived, not for {workers}")
         if message.is_cuda:
             context.trusted_headers.add(same)
     codec.decode(wire, out=out, add=add, weight=weight)

@@ -16,8 +16,8 @@ sender and the place of the message in its exchange: a message that is not the a
 Messages in host memory are checked before anything is done with them. Frames of messages that lie
 on a device are written and compared there, so that no host waits: what came is copied to the host
 after the message, and its WireError comes at a later message of the group, when that copy has
-arrived. With `verify="sum"` a message that is wrong is also filled with ones at once, which every
-wire decodes to NaN.
+arrived. With `verify="sum"` a message that is wrong is also filled with ones immediately, which
+every wire decodes to NaN.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def seal_all(messages: Named, context: ExchangeContext) -> None:
 
 
 def open_all(messages: Named, context: ExchangeContext) -> None:
-    """WireError unless exactly these messages have come; on a device, at a later message."""
+    """WireError unless exactly these messages arrived; on a device, at a later message."""
     some = [(data, name) for data, name in messages if data.numel()]
     if some and some[0][0].is_cuda:
         opened_on_device(some, context)
@@ -120,7 +120,7 @@ def seal(data: Tensor, context: ExchangeContext, name: Name) -> None:
 
 
 def opened(data: Tensor, context: ExchangeContext, name: Name) -> Tensor:
-    """What follows the frame; WireError unless exactly the message of this name has come."""
+    """What follows the frame; WireError unless exactly the message of this name arrived."""
     arrived(data, name.sender, context)
     *words, check = _read(data)
     claimed = FRAME_BYTES + WORD * words[0]
@@ -145,7 +145,7 @@ def announced(frame: Tensor, context: ExchangeContext, name: Name) -> int:
 
 
 def words_of(nbytes: int, context: ExchangeContext, name: Name) -> Words:
-    """The first three words of the frame in front of so many bytes."""
+    """The first three words of the frame in front of `nbytes` bytes."""
     if nbytes > WORD * _MASK or nbytes % WORD:
         raise ValueError(
             f"a message holds whole words of {WORD} bytes, {WORD * _MASK} bytes at most, not "
@@ -159,7 +159,7 @@ def words_of(nbytes: int, context: ExchangeContext, name: Name) -> Words:
 def judge(
     words: Sequence[int], good: bool, nbytes: int, context: ExchangeContext, name: Name
 ) -> None:
-    """WireError unless these came, with a good check, in front of so many bytes."""
+    """WireError unless these are the right words, with a good check, in front of `nbytes`."""
     who, step, sent = context.name_of(name.sender), context.step & STEPS, words[1] & STEPS
     want = words_of(nbytes, context, name)
     if not good:
@@ -228,7 +228,7 @@ def _view(data: Tensor) -> memoryview:
 
 
 def _times(passes: int) -> str:
-    """How often backward has run, that of the message included."""
+    """How often backward has run, including the pass of the message."""
     return "once" if not passes else f"{passes + 1} times"
 
 

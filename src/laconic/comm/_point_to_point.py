@@ -25,7 +25,7 @@ class SendRecvWork:
     staged: Tensor | None = None  # on the host, where the backend cannot write to the device
 
     def wait(self, context: ExchangeContext) -> Tensor:
-        """What follows the frame, checked. On CUDA only the stream waits, but for Gloo's."""
+        """What follows the frame, checked. On CUDA only the stream waits, except with Gloo."""
         with context.traffic.sending(0):
             for peer, work in reversed(self.works):  # what arrives first: see `one_after_another`
                 with peer_errors(context, peer):
@@ -70,7 +70,7 @@ def sendrecv(
         moves.append(dist.P2POp(dist.isend, send, peer, group=context.group))
     if target.numel():
         if not target.is_cuda:
-            target[:FRAME_BYTES].zero_()  # what was here before is no frame of anybody's
+            target[:FRAME_BYTES].zero_()  # no old frame may pass for a new one
         peers.append(source)
         peer = dist.get_global_rank(context.group, source)
         moves.append(dist.P2POp(dist.irecv, target, peer, group=context.group))

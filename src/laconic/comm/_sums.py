@@ -114,7 +114,7 @@ def _checked_sum(x: Tensor, context: ExchangeContext) -> None:
 
 
 def checked_sum_bytes(nbytes: float, ranks: int) -> float:
-    """What a rank sends, on average, for a sum of so many bytes in our own messages."""
+    """What a rank sends, on average, for a sum of `nbytes` in our own messages."""
     others = ranks - 1
     if sums_at_once(nbytes, ranks):
         return others * (FRAME_BYTES + nbytes)
@@ -122,7 +122,7 @@ def checked_sum_bytes(nbytes: float, ranks: int) -> float:
 
 
 def sums_at_once(nbytes: float, ranks: int) -> bool:
-    """Whether so few bytes of every rank go to all."""
+    """Whether sums are so short that every rank sends all of them to all."""
     return nbytes * ranks <= _AT_ONCE
 
 

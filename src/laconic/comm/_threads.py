@@ -24,8 +24,8 @@ _ON_GLOO = 2
 class SerialThread:
     """Jobs run one after another, in the order they were given, in a thread of their own.
 
-    A daemon, which nothing but `join` waits for: Python would wait without end for others, before
-    anything could tell them to end.
+    A daemon, which nothing but `join` waits for: at exit Python would wait forever for others,
+    before anything could end them.
     """
 
     def __init__(self, name: str) -> None:
@@ -101,7 +101,7 @@ class CommLane:
         if self._own.group is None:
             raise ConfigError(
                 "this was closed, and its threads and process groups are gone: close() comes after "
-                "the last step; make a new one to go on"
+                "the last step; make a new one to continue"
             )
 
     @property
@@ -115,8 +115,8 @@ class CommLane:
     def close(self) -> None:
         """End the thread and destroy the group; call it on all ranks, once is enough.
 
-        Waits for what is under way, which ends within the group's time-out. Where the program
-        fails, it is broken off: peers see that at once.
+        Waits for what is in flight, which ends within the group's time-out. Where the program
+        fails, it is aborted: peers see that at once.
         """
         self._own.close()
 
@@ -141,7 +141,7 @@ class _Own:
         self._destroy()
 
     def drop(self) -> None:
-        """Nobody uses it any more: wait for nothing, ranks come here at different times."""
+        """It is no longer in use: wait for nothing, ranks come here at different times."""
         if self.group is None:
             return
         give_back = self._destroy if on_gloo(self.group) else self._forget
@@ -183,6 +183,11 @@ def lane_count(group: dist.ProcessGroup | None, device: torch.device) -> int:
     return _ON_GLOO if gloo else 1
 
 
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where tensors that a group exchanges may lie."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
 def own_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
     """A group of the same ranks for us alone: others run their collectives in another thread.
 
@@ -200,7 +205,7 @@ def own_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.Process
 
 
 class Work:
-    """Work that was handed over. `wait` once it is needed; its errors are raised there."""
+    """Work that was submitted. `wait` when it is needed; its errors are raised there."""
 
     def __init__(self, future: Future[Any], device: torch.device) -> None:
         self._future, self._device = future, device
@@ -267,7 +272,7 @@ class InFlight:
             work.wait()
 
     def wait_for_all(self) -> None:
-        """Until nothing is on its way."""
+        """Until nothing is in flight."""
         self.wait(0)
         self.wait(1)
 

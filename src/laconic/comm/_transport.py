@@ -239,7 +239,7 @@ def checked_sizes(
 ) -> tuple[int, ...]:
     """WireError before anything is allocated, or a receive posted, for a false claim.
 
-    A wire that turns out longer than announced would end this process inside Gloo.
+    A wire that is longer than announced would abort this process inside Gloo.
     """
     for rank, (size, least, limit) in enumerate(zip(sizes, most.smallest, most.bytes, strict=True)):
         if not least <= size <= limit:
@@ -278,11 +278,11 @@ def all_to_all_in_turn(
 ) -> None:
     """leaving[j] to rank j, arriving[i] from rank i.
 
-    A rank begins its next message when that of the rank before it has come: all ranks take the same
-    turns, so the one that it sent has then mostly gone, too. Messages that leave are waited for
-    last: Gloo reports a message that was on its way when the peer went only after a time-out, and
-    one that was awaited at once. That time-out may be short for a peer whose own message
-    has come: it has made room for ours before, so nothing but the wire is waited for.
+    A rank begins its next message when that of the rank before it has arrived: all ranks take the
+    same turns, so its own last one has then mostly been sent, too. Messages that leave are waited
+    for last: Gloo reports a message that was on its way when the peer went only after a time-out,
+    and one that was awaited at once. That time-out may be short for a peer whose own message has
+    arrived: it has posted its receive before, so only the wire is waited for.
     """
     n, rank, group = context.size, context.rank, context.group
     arriving[rank].copy_(leaving[rank])
@@ -290,7 +290,7 @@ def all_to_all_in_turn(
     awaited, left = {}, []
     for i in before:
         if arriving[i].numel():
-            arriving[i][:FRAME_BYTES].zero_()  # what was here before is no frame of anybody's
+            arriving[i][:FRAME_BYTES].zero_()  # no old frame may pass for a new one
             with peer_errors(context, i):
                 awaited[i] = group.recv([arriving[i]], i, 0)
     for i, j in zip(before, after, strict=True):
@@ -321,7 +321,7 @@ def peer_errors(context: ExchangeContext, peer: int | None = None) -> Iterator[N
     """Around what waits for rank `peer` of the group, or for all of it.
 
     When a rank ends, Gloo closes connections of the ranks that waited for it, and these close
-    theirs: the rank that is named is the one that this rank saw go.
+    theirs: the rank that is named is the one that this rank lost first.
     """
     try:
         yield
@@ -329,10 +329,11 @@ def peer_errors(context: ExchangeContext, peer: int | None = None) -> Iterator[N
         if not _about_ranks(error):
             raise
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        first_line = str(error).strip().partition("\n")[0]
         who = "another rank" if peer is None else context.name_of(peer)
         raise LostError(
             f"{who} {'did not answer in time' if late else 'is gone'} at step {context.step}: look "
-            f"into the log of the rank that failed first ({_first_line(error)})"
+            f"into the log of the rank that failed first ({first_line})"
         ) from error
 
 
@@ -340,7 +341,3 @@ def _about_ranks(error: RuntimeError) -> bool:
     """Whether a backend says that it could not send or receive."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(part in text for part in _OF_TRANSPORT)
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -29,9 +29,9 @@ class AllGather(Exchange):
     sender too, decode the same wires in the same order, so all end with the same bits.
 
     A codec's `error=` E is the budget of the mean, of each parameter, at every step. Encodings get
-    0.9·f·E, f being the n·κ to count on (1 as long as nothing is known); what they spend travels
-    with them. A parameter with E1 = Σ_i spent_i/n² > 1.1·E·(‖x‖² - E1) is added up once more, in
-    fp32. On CUDA this is one more wait for the device, after decoding.
+    0.9·f·E, f being the expected n·κ (1 without an estimate); what they spend travels with them. A
+    parameter with E1 = Σ_i spent_i/n² > 1.1·E·(‖x‖² - E1) is added up once more, in fp32. On CUDA
+    this is one more wait for the device, after decoding.
 
     Alistarh et al., QSGD, NIPS 2017, algorithm 1.
     """
@@ -75,7 +75,7 @@ class AllGather(Exchange):
     ) -> Tensor:
         """The mean, in `out` or in place; that of plain values in place.
 
-        `sent` has the plain values, and room behind them for what was spent: E1 of all ranks is
+        `sent` has the plain values, and room after them for what was spent: E1 of all ranks is
         the result.
         """
         n, out, dtype, count = context.size, x if out is None else out, x.dtype, plain.numel()

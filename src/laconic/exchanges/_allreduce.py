@@ -18,7 +18,7 @@ from laconic.errors import ConfigError, WireError
 from laconic.exchanges._base import Exchange, norm_and_plain
 from laconic.kernels import backend
 
-CHECK_BYTES = 4  # of a rank, behind the integers of all
+CHECK_BYTES = 4  # per rank, after the integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class AllReduce(Exchange):
     1. Where the codec has a shared scale: every rank's local norm to all, as plain numbers, so that
        NaN stays NaN (Gloo's MAX loses it), in one message with the values that are not encoded.
     2. payload = encode(x, workers=n); all-reduce(payload, SUM); x = decode_sum(payload).
-    3. On the CPU the sum of integers is checked. Behind them travels every rank's
+    3. On the CPU the sum of integers is checked. After them travels every rank's
        h_i = Σ_k w_k·q_ik mod 2^32, with odd weights w_k, in 4 bytes of its own among zeros:
 
            Σ_k w_k·(Σ_i q_ik) = Σ_i h_i   mod 2^32
 
        Sums of floats have none: above 1 MiB the backend's result is taken, as plain DDP takes it.
 
-    Bytes a rank sends: those of the backend's all-reduce, 2·(n-1)/n of the payload for a ring.
+    Bytes per rank: those of the backend's all-reduce, 2·(n-1)/n of the payload for a ring.
     """
 
     name: ClassVar[str] = "allreduce"
@@ -68,7 +68,7 @@ class AllReduce(Exchange):
         if payload.is_floating_point() or not context.sums(x.device):
             sum_in_place(payload, context)
         else:
-            # the scale behind the integers has done its work: all ranks hold it as `norm`
+            # the scale after the integers is not needed any more: all ranks hold it as `norm`
             finite = norm is None or bool(norm.isfinite())
             _sum_integers(payload, buffer[HEADER_BYTES:], context, finite)
         codec.decode_sum(payload, keys, norm=norm, shape=x.shape, dtype=x.dtype, out=x)

@@ -51,16 +51,16 @@ class Exchange(ABC):
         """Make what `mean` needs beside the group itself, such as sub-groups; once, on all ranks.
 
         Call it where all ranks of the group make groups in the same order, before the first mean:
-        process groups made later, in a thread of communication, may come in another order on
-        another rank and hang. `mean` does it where that was forgotten.
+        process groups made later, in a communication thread, may be made in another order on
+        another rank, and hang. `mean` calls it if it was not called.
         """
 
     def check_group(self, codec: Codec, group: dist.ProcessGroup) -> None:
-        """ConfigError if the codec cannot serve so many ranks; after `prepare`."""
+        """ConfigError if the codec cannot serve this many ranks; after `prepare`."""
         codec.check_workers(1)
 
     def check_units(self, codec: Codec) -> None:  # noqa: B027 (most remember no values)
-        """ConfigError, with what works, if values must not change their units between steps."""
+        """ConfigError, with what works, if units of values must not change between steps."""
 
     @abstractmethod
     def mean(
@@ -68,10 +68,10 @@ class Exchange(ABC):
     ) -> None:
         """Replace flat x by the mean over the group: the same bits on every rank.
 
-        `rest`, flat and fp32, holds the values that are not worth encoding: they become their mean
-        too, exact but for fp32 rounding, and travel in x's messages where the exchange can.
-        All ranks call with the same codec settings, lengths, dtype and call, in the same order.
-        Waits for other ranks on the host where the backend does (Gloo).
+        `uncompressed`, flat and fp32, holds the values that are not worth encoding: they become
+        their mean too, exact up to fp32 rounding, and travel in x's messages where the exchange
+        can. All ranks call with equal codec settings, lengths, dtypes and contexts, in the same
+        order. Waits for other ranks on the host where the backend does (Gloo).
         """
 
     def cost(self, load: TensorLoad, cluster: Cluster) -> list[Task]:
@@ -135,5 +135,5 @@ def lengths(load: TensorLoad, links: Links) -> list[Task]:
 
 
 def buffers(load: TensorLoad, workers: int, arriving: int) -> float:
-    """A wire out, so many wires that arrive, and the fp32 sum of a chunk."""
+    """A wire out, `arriving` wires in, and the fp32 sum of a chunk."""
     return ((1 + arriving) * load.cost.bits_out / 8 + 4 / workers) * load.values

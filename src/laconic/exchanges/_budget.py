@@ -1,8 +1,8 @@
 """Error budgets: shares of encodings, what they spent, what was too much, what to count on next.
 
 Budget E of a codec: the mean m of n gradients x_i may have E‖m̂ - m‖² ≤ E·‖m‖², for each parameter
-and at every step. Encoders tell what they spend: given the values, the expected squared error of
-an encoding is known exactly (`spent`).
+and at every step. Encoders report what they spend: given the values, the expected squared error
+of an encoding is known exactly (`spent`).
 
     E1 = Σ_i spent_i / n²          E2: spent by owners, who encode the mean once more
     T = M - E1                     ‖m‖²: M is the decoded mean's square, E[M] = ‖m‖² + E1
@@ -64,10 +64,10 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Spending:
-    """What one exchange found out about some parameters, an entry for each."""
+    """What one exchange observed of some parameters, an entry for each."""
 
     budget: float
-    demand: Numbers  # n·κ as observed; NaN where nothing was lost, or not all is finite
+    demand: Numbers  # n·κ as observed; NaN where nothing was lost, or a value is not finite
     kappa: Numbers
     error: Numbers  # expected relative squared error of the mean; 0 where it is exact
     broken: NDArray[np.bool_]  # more than the budget: the exact mean was sent
@@ -77,7 +77,7 @@ class Ledger:
     """A row for each parameter: n·κ lately, and the errors made so far.
 
     With ln(n·κ) of mean μ and variance σ² over the last steps (exponentially weighted), the next
-    step counts on
+    step expects
 
         n·κ = exp(μ - 1.5·σ)/(1 + 1024/d)        from 2^-12 to 16
 
@@ -92,7 +92,7 @@ class Ledger:
         self._table = np.zeros((0, len(_FIELDS)))
 
     def factors(self, parameters: Sequence[int], numels: Sequence[int], step: int) -> Numbers:
-        """n·κ to count on, for each parameter."""
+        """The expected n·κ of each parameter."""
         with self._lock:
             places = self._rows(parameters)
             rows = self._table[places]
@@ -164,7 +164,7 @@ def ledger_of(memory: ExchangeMemory) -> Ledger:
 
 
 def _observe(rows: Numbers, step: int, found: Spending) -> None:
-    """Move mean and variance of ln(n·κ); begin anew where the last evidence is gone."""
+    """Update mean and variance of ln(n·κ); restart where the last evidence is gone."""
     seen = found.demand == found.demand
     log = np.log(np.clip(np.where(seen, found.demand, 1), LEAST / 2, 2 * MOST))
     fresh = seen & ((rows[:, _SEEN] == 0) | (rows[:, _STEP] != step - 1) | found.broken)
@@ -183,9 +183,9 @@ def _observe(rows: Numbers, step: int, found: Spending) -> None:
 
 def _count(rows: Numbers, found: Spending) -> None:
     """Statistics of errors made."""
-    told = np.isfinite(found.error)
-    error = np.where(told, found.error, 0)
-    rows[:, _STEPS] += told
+    known = np.isfinite(found.error)
+    error = np.where(known, found.error, 0)
+    rows[:, _STEPS] += known
     rows[:, _TOTAL] += error
     rows[:, _LARGEST] = np.maximum(rows[:, _LARGEST], error)
     rows[:, _LAST] = found.error
@@ -264,7 +264,7 @@ class Account:
         first: float,
         own_exact: bool = True,
     ) -> Account | None:
-        """None for codecs without a budget, or that cannot tell what they spend; and if alone."""
+        """None for a single rank, and for codecs that have no budget or do not know their error."""
         if codec.budget is None or not codec.knows_error or context.size == 1:
             return None
         return Account(codec, context, places, counts, first, own_exact)
@@ -274,7 +274,7 @@ class Account:
         return [self.first * float(self._factors[row]) for row in self.parts.rows[chunk]]
 
     def with_room(self, uncompressed: Sequence[Tensor], chunks: Sequence[int]) -> list[Tensor]:
-        """Plain values of each message, with room behind them for a number of each segment."""
+        """Plain values of each message, with room after them for a number per segment."""
         sizes = [
             part.numel() + len(self.parts.rows[chunk])
             for part, chunk in zip(uncompressed, chunks, strict=True)
@@ -286,7 +286,7 @@ class Account:
         return after
 
     def room(self, name: str, chunk: int, device: torch.device) -> Tensor:
-        """A number of each segment of a chunk, in fp64."""
+        """A number per segment of a chunk, in fp64."""
         return self.context.scratch.take(name, len(self.parts.rows[chunk]), device, torch.float64)
 
     def squares(self, chunk: int, x: Tensor) -> Tensor:
@@ -318,15 +318,15 @@ class Account:
 
     def settle(self, first: Numbers, second: Numbers, squares: Numbers) -> None:
         """E1, E2 and M of every parameter, the same on all ranks: remember, and judge."""
-        spent, told = first + second, np.isfinite(squares)
+        spent, known = first + second, np.isfinite(squares)
         with np.errstate(all="ignore"):
             true = np.maximum(squares - first, 0)
-            over = told & ~(spent <= LIMIT * self.budget * true)  # a root may have overflowed
+            over = known & ~(spent <= LIMIT * self.budget * true)  # a root may have overflowed
             self.broken = over & self._promised
             demand = self.first * self.budget * self._factors * true / first
-            error = np.where(self.broken, 0.0, spent / true)  # 0/0 tells nothing
-        told &= np.isfinite(spent)
-        demand = np.where(told & (first > 0), demand, np.nan)
+            error = np.where(self.broken, 0.0, spent / true)  # 0/0 is unknown
+        known &= np.isfinite(spent)
+        demand = np.where(known & (first > 0), demand, np.nan)
         self._ledger.record(
             self.parts.parameters,
             self.context.step,
@@ -334,7 +334,7 @@ class Account:
                 budget=self.budget,
                 demand=demand,
                 kappa=np.minimum(demand * self._worth(), 1),
-                error=np.where(told, error, np.nan),
+                error=np.where(known, error, np.nan),
                 broken=self.broken,
             ),
         )
@@ -346,10 +346,10 @@ class Account:
 
     @contextmanager
     def exact(self, chunks: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterator[None]:
-        """Around what overwrites chunks: then targets get the mean of what has broken its budget.
+        """Around what overwrites chunks: afterwards targets get the mean of what broke its budget.
 
-        All ranks take part, with all the values: they know the same numbers. `targets` are the
-        chunks, or those of them that are wanted, others being empty.
+        All ranks take part, with all values: they know the same numbers. `targets` are the chunks;
+        those that are not needed are empty.
         """
         if not self.broken.any():
             yield
@@ -386,7 +386,7 @@ class Account:
         uncompressed: Sequence[int],
         numbers: Sequence[Tensor],
     ) -> list[Message]:
-        """`share`, and settle: owners' E1, E2 and M of their chunks travel with the lengths."""
+        """`transport.all_gather`, and settle: owners' E1, E2 and M travel with the lengths."""
         context = self.context
         every, found = self._every(message.wire, message.length, numbers, 3)
         lengths = checked_sizes(every, sizes, context)

@@ -22,6 +22,7 @@ from laconic.codecs import Codec
 from laconic.comm._closing import destroy, on_gloo
 from laconic.comm._context import _CHUNKS, ExchangeContext, Sizes, chunks_of
 from laconic.comm._sums import plain_mean
+from laconic.comm._threads import device_of
 from laconic.comm._transport import (
     Message,
     all_gather,
@@ -32,7 +33,7 @@ from laconic.errors import ConfigError
 from laconic.exchanges._base import Exchange
 from laconic.exchanges._scatter_reduce import ScatterReduce
 
-_REST_GRAIN = 4  # plain values: parts start on 16-byte boundaries
+_PLAIN_GRAIN = 4  # plain values: parts start on 16-byte boundaries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +57,13 @@ class Hierarchical(Exchange):
     ones (e1/K, not e1/n). Codecs whose levels are shared by all workers (global) gain: they share
     them among K, not n.
 
-    Bytes a rank sends: to other nodes inner's for 1/L of the tensor among K ranks (`sent_bytes`);
+    Bytes per rank: to other nodes inner's for 1/L of the tensor among K ranks (`sent_bytes`);
     inside, 2·(m-1)/m of the plain tensor (`local_bytes`). On nodes larger than the smallest one,
-    ranks beyond L own nothing. One node is a plain mean; one rank a node is inner alone.
+    ranks beyond L own nothing. One node is a plain mean; one rank per node is inner alone.
 
     `nodes` are the ranks of the group on each node, e.g. ((0, 1), (2, 3)), in a spec
     "hierarchical:nodes=((0,1),(2,3))". Without them every rank
-    says on which node it is, from what torchrun sets: GROUP_RANK, else its rank less LOCAL_RANK.
+    reports its node from what torchrun sets: GROUP_RANK, else its rank less LOCAL_RANK.
     Without torchrun (LOCAL_WORLD_SIZE is not set) every rank counts as a node of its own. `inner`
     is the exchange between nodes, by default the codec's own. Node means go to the codec as fp32,
     or in x's dtype if that makes a shorter wire (none).
@@ -113,7 +114,7 @@ class Hierarchical(Exchange):
             return
         parts = chunks_of(x, team.lanes)
         plain = chunks_of(
-            no_values(x) if uncompressed is None else uncompressed, team.lanes, _REST_GRAIN
+            no_values(x) if uncompressed is None else uncompressed, team.lanes, _PLAIN_GRAIN
         )
         near = replace(context, group=team.node or context.group)
         with context.traffic.inside_a_node():
@@ -249,7 +250,7 @@ def _far(
     lane: int,
     parts: Sequence[Tensor],
 ) -> ExchangeContext:
-    """The call of the owners of a part: its parameters, and draws that no other part has."""
+    """The context of a part's owners: its parameters, and draws that no other part has."""
     start = sum(part.numel() for part in parts[:lane])
     return replace(
         context,
@@ -276,14 +277,14 @@ def _team(nodes: Nodes, group: dist.ProcessGroup) -> _Team:
     if len(nodes) in (1, group.size()):
         return _Team(len(nodes), lanes)
     widest = max(map(len, nodes))
-    # a rank that owns nothing is in a group across, too: torch names groups that only members make
-    # by how many groups a rank has, and these numbers must stay equal
+    # a rank that owns nothing is in a group across, too: torch names a group that only its members
+    # make by how many groups a rank has made, and these numbers must stay equal
     columns = tuple(tuple(node[j] for node in nodes if j < len(node)) for j in range(widest))
     return _Team(len(nodes), lanes, _own_group(nodes, group), _own_group(columns, group))
 
 
 def _disband(team: _Team) -> None:
-    """The group that it was made of is gone; on NCCL ranks would have to do this together."""
+    """Its parent group is gone; on NCCL ranks would have to do this together."""
     for group in (team.node, team.across):
         if group is not None and on_gloo(group):
             destroy(group)
@@ -312,7 +313,7 @@ def _own_group(parts: Nodes, group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """That of a group, which torch does not tell in public; None is torch's default."""
+    """That of a group, for which torch has no public API; None is torch's default."""
     options = getattr(group._get_backend(device_of(group)), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -383,7 +384,7 @@ def _by_number(numbers: list[int]) -> Nodes:
 
 
 def _node_number() -> int:
-    """What torchrun says about this process's node. Errors are for all ranks: they must meet."""
+    """This process's node, from torchrun's variables; errors are raised on all ranks later."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         return _UNSET
     try:
@@ -402,8 +403,3 @@ def _every_rank(numbers: tuple[int, ...], group: dist.ProcessGroup) -> list[list
     every = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(every, mine, group=group)
     return torch.stack(every).tolist()
-
-
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors that a group exchanges may lie."""
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

@@ -18,7 +18,7 @@ from laconic.comm._context import ExchangeContext, ExchangeMemory, Sizes, chunks
 from laconic.comm._transport import Message, all_to_all, no_values
 from laconic.errors import ConfigError, WireError
 from laconic.exchanges._base import Exchange
-from laconic.exchanges._scatter_reduce import REST_GRAIN, ScatterReduce, gather
+from laconic.exchanges._scatter_reduce import PLAIN_GRAIN, ScatterReduce, gather
 from laconic.exchanges._side_information import (
     TOLERANCE,
     RatioController,
@@ -100,10 +100,10 @@ class Nested(Exchange):
     ) -> None:
         own, n, rank = _ndqsg(codec), context.size, context.rank
         chunks = chunks_of(x, n)
-        plain = chunks_of(no_values(x) if uncompressed is None else uncompressed, n, REST_GRAIN)
+        plain = chunks_of(no_values(x) if uncompressed is None else uncompressed, n, PLAIN_GRAIN)
         kept, calibrates = self._kept(own, context, x.numel()), context.step % self.every == 0
         total = context.scratch.take("sum", chunks[rank].numel(), x.device, torch.float32)
-        # behind an owner's plain values goes its ratio
+        # the ratio follows an owner's plain values
         sizes = [part.numel() + 1 for part in plain]
         after = context.scratch.take("plain and ratio", sum(sizes), x.device).split(sizes)
         self._scatter(chunks, own, context, kept, total, plain, after[rank][:-1], calibrates)
@@ -141,10 +141,10 @@ class Nested(Exchange):
         kept: Kept,
         out: Tensor,
         uncompressed: Sequence[Tensor],
-        rest_out: Tensor,
+        uncompressed_out: Tensor,
         calibrates: bool,
     ) -> None:
-        """out = the mean over ranks of chunk `rank`, in fp32; rest_out likewise of plain values."""
+        """out = the mean over ranks of chunk `rank`, in fp32; uncompressed_out of plain values."""
         n, rank, dtype = context.size, context.rank, chunks[0].dtype
         plain = plain_codec(codec)
         messages = []
@@ -164,9 +164,9 @@ class Nested(Exchange):
         ]
         sizes = Sizes(tuple(room), known=not codec.varies)
         arriving = all_to_all(
-            messages, context, sizes, [rest_out.numel() * other for other in here]
+            messages, context, sizes, [uncompressed_out.numel() * other for other in here]
         )
-        torch.mul(uncompressed[rank], 1 / n, out=rest_out)
+        torch.mul(uncompressed[rank], 1 / n, out=uncompressed_out)
         side = kept.side(out.device)
         side_information = SideInformation(
             codec,
@@ -184,14 +184,14 @@ class Nested(Exchange):
                     expected[i], arriving[i].wire, out, context.key(i, rank), dtype, context
                 )
                 side_information.add(wire, first=self._first(i, rank, n))
-            rest_out.add_(arriving[i].uncompressed, alpha=1 / n)
+            uncompressed_out.add_(arriving[i].uncompressed, alpha=1 / n)
         side_information.finish()
 
     def _kept(self, codec: NDQSG, context: ExchangeContext, numel: int) -> Kept:
         """What is remembered of this tensor, cut like this.
 
-        DDP rebuilds its buckets after the first step of a run, a resumed one, too: what was known
-        of others then waits until they come back.
+        DDP rebuilds its buckets after the first step of a run, also of a resumed one: what is known
+        of the earlier ones is kept for when they return.
         """
         places = tuple((p.parameter, p.start, p.numel) for p in context.places)
         key = (self.name, context.tensor, context.first_chunk, context.size, numel, places)
@@ -216,7 +216,7 @@ class Kept:
     step: int = 0  # when it was last used
 
     def side(self, device: torch.device) -> Tensor | None:
-        """The mean before, if it is kept."""
+        """The mean of the step before, if it is kept."""
         if self.previous is not None and self.previous.device != device:  # saved on another one
             self.previous = self.previous.to(device)
         return self.previous
@@ -228,7 +228,7 @@ class Kept:
         self.previous.copy_(torch.where(mean.isfinite(), mean, self.previous))
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved to go on exactly."""
+        """What must be saved to resume exactly."""
         return {
             "control": self.control.state_dict(),
             "ratios": list(self.ratios),
@@ -252,7 +252,7 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class Nesting:
-    """How nesting goes: the mean ratio in use, and what this rank has seen as an owner."""
+    """Statistics of nesting: the mean ratio in use, and what this rank has seen as an owner."""
 
     ratio: float
     failures: float

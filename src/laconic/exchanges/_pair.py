@@ -1,4 +1,4 @@
-"""Texts such as "dqsg:bits=4@scatter-reduce" to a codec and the exchange that carries it."""
+"""Spec strings such as "dqsg:bits=4@scatter-reduce" to a codec and its exchange."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def default_exchange(own: Codec) -> Exchange:
 
 
 def pair(spec: str | Codec, name: str | Exchange | None = None) -> tuple[Codec, Exchange]:
-    """Codec and exchange; ConfigError, with advice, if they do not go together.
+    """Codec and exchange; ConfigError, with advice, if they do not fit.
 
     >>> own, way = pair("dqsg:bits=4@allgather")
     >>> str(way)

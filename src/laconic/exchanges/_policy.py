@@ -37,8 +37,8 @@ class Policy:
     2. So are those of 512 to 9,999 where together they have 10,000 values or more, and 1% of all
        that trains: adapters (LoRA) and small networks.
 
-    `rules` come first: patterns of names, in order, each with True, False, or the spec of a codec
-    for these parameters alone (a finer budget for a head, say).
+    `rules` come first: patterns of names, in order, each with True, False, or the spec string
+    of a codec for these parameters alone (a finer budget for a head, say).
 
     >>> policy = Policy(rules={"head.*": "ecdq:error=0.02", "embed.*": False})
     >>> policy("head.weight", nn.Parameter(nn.Linear(100, 10).weight))

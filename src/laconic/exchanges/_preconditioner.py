@@ -56,7 +56,7 @@ _GROWTH = 8  # a snapshot holds for an eighth of the steps that were made before
 _COLD = 4  # steps that may pass before an optimizer has made its first one
 _SETTINGS = {"betas", "alpha", "rho", "lr_decay", "beta2_decay", "clip_threshold"}
 _WORST = 10.0  # the plain relative squared error that is allowed
-BLOCKS = (  # what helps where ranks do not know second moments
+BLOCKS = (  # advice where ranks do not know second moments
     "take a codec with a step for every few thousand values, such as ecdq:error=0.08,block=4096"
 )
 _APART = 128.0  # times the mean of w², for that of a row or a column
@@ -79,7 +79,7 @@ class SecondMoment:
 
 
 class Preconditioner:
-    """The units of each parameter of some optimizers; one for each model on each rank."""
+    """The units of each parameter of some optimizers; one per model and rank."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizers, self._error = _checked(optimizer), 0.0
@@ -88,11 +88,11 @@ class Preconditioner:
         self._next = 0  # the step that the next snapshot is due at
         self._waited = 0  # steps without any state of the optimizer
         self._cold = False
-        self._made = threading.Event()  # False while a snapshot is under way, in another thread
+        self._made = threading.Event()  # not set while another thread makes a snapshot
         self._made.set()
 
     def allow(self, error: float | None) -> None:
-        """Say that some codec has this error budget, or none: the largest sets the floor."""
+        """Take a codec's error budget, or None, into account: the largest sets the floor."""
         self._error = max(self._error, error or _USUAL)
 
     def listen(self, listener: Callable[[int, Tensor], None]) -> None:
@@ -109,21 +109,21 @@ class Preconditioner:
         return self._made.is_set() and step >= self._next
 
     def begin(self) -> None:
-        """Say that `refresh` is about to be called, perhaps in another thread: all wait for `end`.
+        """Before `refresh`, perhaps in another thread: encoders wait until `end`.
 
-        Until then nobody encodes, so that ranks can compare what they have made.
+        In between nothing is encoded, so that ranks can compare their snapshots.
         """
         self._made.clear()
 
     def end(self, *, agreed: bool) -> None:
-        """All may go on; without agreement gradients travel uncompressed, on all ranks alike."""
+        """Encoders resume; if ranks do not agree, gradients travel uncompressed on all ranks."""
         self._cold = self._cold or not agreed
         self._made.set()
 
     def refresh(self, step: int, parameters: Mapping[int, Tensor]) -> Tensor | None:
         """Make a snapshot of `parameters`, by number; its digest, or None if there is none.
 
-        Listeners, who remember values in the units that were, are told how much exponents grew.
+        Listeners, which hold values in the former units, are called with the growth of exponents.
         """
         before, self._units = self._units, {}
         moments = self._second_moments()
@@ -133,12 +133,12 @@ class Preconditioner:
             if found is not None and found.v.numel() == parameter.numel():
                 order = parameter.dim_order()
                 self._units[number] = units = _units(found, _floor(self._error), order)
-                self._tell(number, units, before.get(number))
+                self._notify(number, units, before.get(number))
         for number in before.keys() - self._units.keys():  # its moments are gone: back to w = 1
             lost = before[number]
-            self._tell(number, torch.zeros_like(lost), lost)
+            self._notify(number, torch.zeros_like(lost), lost)
         if not self._units:
-            idle = any(_unstepped(one) and divides(one) for one in self._optimizers)
+            idle = any(all(map(_fresh, _states(one))) and divides(one) for one in self._optimizers)
             self._waited += idle
             self._cold = idle and self._waited <= _COLD
             self._next = step + (1 if idle else _gap(step))
@@ -147,7 +147,7 @@ class Preconditioner:
         self._next = step + _gap(step)
         return digest(self._units.values())
 
-    def _tell(self, number: int, now: Tensor, before: Tensor | None) -> None:
+    def _notify(self, number: int, now: Tensor, before: Tensor | None) -> None:
         listeners = [one for ref in self._listeners if (one := ref()) is not None]
         if listeners:
             growth = now if before is None else _difference(now, before)
@@ -167,7 +167,7 @@ class Preconditioner:
 
     @property
     def undecided(self) -> bool:
-        """`cold`, for whoever makes the snapshot that all others wait for."""
+        """`cold`, for the thread that makes the snapshot, without waiting for it."""
         return self._cold
 
     def units(self, number: int) -> Tensor | None:
@@ -210,7 +210,7 @@ class Preconditioner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: Mapping[int, Tensor]) -> None:
-        """Go on from a state_dict; ConfigError if it is of other parameters."""
+        """Resume from a state_dict; ConfigError if it is of other parameters."""
         units = {}
         for number, exponents in state["exponents"].items():
             parameter = parameters.get(int(number))
@@ -243,8 +243,8 @@ def preconditioner_of(optimizer: Any) -> Preconditioner | None:
 def second_moment(group: Mapping[str, Any], state: Mapping[str, Any]) -> SecondMoment | None:
     """What an optimizer of torch's (or Transformers' Adafactor) divides by, from its state.
 
-    Told by the names of what the state holds, so that optimizers written after Adam's example are
-    known, too. None where there is no second moment, or none yet.
+    Recognized by the names of its entries, so that optimizers modelled on Adam are known, too. None
+    where there is no second moment, or none yet.
     """
     found = next((read for key, read in _READERS.items() if key in state), None)
     return None if found is None else found(group, state)
@@ -290,10 +290,6 @@ def _fresh(state: Mapping[str, Any]) -> bool:
     step = state.get("step", 1)
     on_host = not isinstance(step, Tensor) or step.device.type == "cpu"
     return "sum" in state and on_host and not step
-
-
-def _unstepped(optimizer: Any) -> bool:
-    return all(_fresh(state) for state in _states(optimizer))
 
 
 def _states(optimizer: Any) -> list[Mapping[str, Any]]:
@@ -348,7 +344,7 @@ def amplifying(optimizer: Any, codec: Codec, advice: str) -> str | None:
 
 
 def amplified(optimizer: Any, codec: Codec, advice: str) -> str:
-    """What is said where even noise meets an optimizer that divides by a second moment."""
+    """The warning about even noise under an optimizer that divides by a second moment."""
     return (
         f"{type(optimizer).__name__} divides gradients by a second moment, which amplifies the "
         f"error of {codec.name} where gradients are small: {advice}"

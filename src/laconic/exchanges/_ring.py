@@ -1,4 +1,4 @@
-"""A ring of our own: integer sums that are as wide as they must be, hop by hop."""
+"""A ring of our own: the width of integer sums grows from hop to hop."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ class Ring(Exchange):
        k ranks lies in -k·s .. k·s and travels at w_k = bit_length(2·k·s) bits. Rank j ends the sum.
     3. The sum of n goes around once more, at w_n bits, and all ranks decode the same integers.
 
-    Bytes a rank sends, but for frames: (d/n)·(w_1 + .. + w_{n-1} + (n-1)·w_n)/8. At n = 4 and 4
-    bits that is 4 + 5 + 6 out and 3·6 back: 8.25 bits a value with s = 7, where allreduce sends 6
+    Bytes per rank, without frames: (d/n)·(w_1 + .. + w_{n-1} + (n-1)·w_n)/8. At n = 4 and 4
+    bits that is 4 + 5 + 6 out and 3·6 back: 8.25 bits per value with s = 7; allreduce sends 6
     with s = 1 and at 8 bits 12 with s = 31. With the same levels a ring never sends more than
     allreduce.
     The error is that of `global` with s = levels_for(1): E‖mean^ - mean‖² ≤ (θ/n)·Σ‖x_i‖².
 
-    A chunk travels in up to `pieces` messages. While some are on the wire the one that came last is
-    quantized, added and packed, or decoded. All sizes are known: nothing waits for a length.
+    A chunk travels in up to `pieces` messages. While some are on the wire, the one that arrived
+    last is quantized, added and packed, or decoded. All sizes are known: nothing waits for a
+    length.
 
     Xin et al., Global-QSGD, 2025, arXiv 2305.18627, section 4; the widening sums are ours.
     """
@@ -78,8 +79,8 @@ class Ring(Exchange):
         """Tasks of a bucket: norm(d), S, E(c, m), hops; m is `pieces`.
 
         A hop k = 1 .. 2(n-1) of up to m pieces is H(w_k·c/8 + f each), then E(c, m) + reduce(c, m)
-        while k < n, D(c, m) later. Pieces overlap with each other in truth; here a hop is its wire,
-        then its work.
+        while k < n, D(c, m) later. In reality pieces overlap; here a hop is its wire, then its
+        work.
         """
         links, cost, pieces = cluster.flat, load.cost, self.pieces
         n = links.ranks
@@ -133,7 +134,7 @@ class _Round:
         self.kernels = backend(x.device)
 
     def run(self) -> None:
-        """Work on piece p of a hop while the pieces behind it travel."""
+        """Work on piece p of a hop while the pieces after it travel."""
         n, rank, pieces = self.context.size, self.context.rank, range(self.pieces)
         first = (self._added((rank - 1) % n, p, None, 1) for p in pieces)
         if n == 1:
@@ -154,9 +155,9 @@ class _Round:
                     self._decode(chunk, p, sums[FRAME_BYTES:])
 
     def _added(self, chunk: int, p: int, sums: Tensor | None, workers: int) -> Tensor:
-        """The sum of so many workers: own integers on top of what arrived, packed behind a frame.
+        """The sum of `workers` workers: own integers added to what arrived, packed after a frame.
 
-        Its buffer is free again: the wait for a piece is also one for what was sent from there.
+        Its buffer is free: waiting for a piece also waits for what was sent from there.
         """
         part = self.parts[chunk][p]
         out = self._buffer(f"sum {p}", part.numel(), workers)
@@ -199,7 +200,7 @@ class _Round:
         )
 
     def _buffer(self, name: str, numel: int, workers: int) -> Tensor:
-        """Room for a frame and a sum of so many workers, none for no values.
+        """Room for a frame and a sum of `workers` workers; none for no values.
 
         Taken at its largest, so that it is made once.
         """

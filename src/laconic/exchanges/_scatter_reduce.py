@@ -30,7 +30,7 @@ from laconic.errors import ConfigError
 from laconic.exchanges._base import MESSAGE_BYTES, Exchange, lengths
 from laconic.exchanges._budget import ALONE, FIRST, Account
 
-REST_GRAIN = 4  # plain values: chunks start on 16-byte boundaries
+PLAIN_GRAIN = 4  # plain values: chunks start on 16-byte boundaries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class ScatterReduce(Exchange):
     as gradients cancel. A codec's `error=` E is the budget of the mean, of each parameter, at every
     step:
 
-    4. The first encodings get e1 = 0.4·f·E, f being the n·κ to count on: what the steps before
-       tell, with a margin, and 1 (less for small parameters) where they tell nothing.
+    4. The first encodings get e1 = 0.4·f·E, f being the expected n·κ: estimated from the steps
+       before, with a margin, or 1 (less for small parameters) without an estimate.
     5. What they spend, an exact expectation, travels with them (its root, fp32, per segment). The
        owner gives its own encoding what they have left of the budget, E·T - E1, from an eighth to
        three quarters of E·‖S‖².
@@ -61,7 +61,7 @@ class ScatterReduce(Exchange):
 
     So the expected error is at most 1.1·E at every step, whatever gradients do. n·κ is known for
     the next step without another pass over the values: 0.4·f·E·T/E1.
-    Bytes a rank sends: 2·(n-1)/n of the encoded tensor.
+    Bytes per rank: 2·(n-1)/n of the encoded tensor.
     """
 
     name: ClassVar[str] = "scatter-reduce"
@@ -80,17 +80,17 @@ class ScatterReduce(Exchange):
         edges = chunk_edges(x.numel(), n)
         chunks = [x[edges[j] : edges[j + 1]] for j in range(n)]
         places = [context.inside(edges[j], edges[j + 1]) for j in range(n)]
-        plain = chunks_of(no_values(x) if uncompressed is None else uncompressed, n, REST_GRAIN)
+        plain = chunks_of(no_values(x) if uncompressed is None else uncompressed, n, PLAIN_GRAIN)
         total = context.scratch.take("sum", chunks[rank].numel(), x.device, torch.float32)
         account = Account.of(codec, context, places, list(map(len, chunks)), FIRST)
         sent = {"places": places, "uncompressed": plain}
         if account is None:
             half = codec.at_share(0.5)
-            scatter(chunks, half, context, total, rest_out=plain[rank], **sent)
+            scatter(chunks, half, context, total, uncompressed_out=plain[rank], **sent)
             gather(total, half, context, chunks, **sent)
             return
         first = scatter(
-            chunks, codec, context, total, rest_out=plain[rank], account=account, **sent
+            chunks, codec, context, total, uncompressed_out=plain[rank], account=account, **sent
         )
         _gather_in_budget(total, codec, context, chunks, account=account, first=first, **sent)
 
@@ -114,10 +114,10 @@ def scatter(
     *,
     places: Sequence[Sequence[Place]],
     uncompressed: Sequence[Tensor],
-    rest_out: Tensor,
+    uncompressed_out: Tensor,
     account: Account | None = None,
 ) -> Tensor:
-    """out = the mean over ranks of chunk `rank`, in fp32; rest_out likewise of plain values.
+    """out = the mean over ranks of chunk `rank`, in fp32; uncompressed_out of plain values.
 
     With an account, what encodings spent: E1 of each of out's segments.
     """
@@ -140,8 +140,8 @@ def scatter(
     sizes = Sizes.of(codec, here, [places[rank]] * n, dtype)
     arriving = all_to_all(messages, context, sizes, plain_here)
     out.copy_(chunks[rank]).mul_(1 / n)  # in fp32 before it is weighed
-    torch.mul(uncompressed[rank], 1 / n, out=rest_out)
-    count, exact = with_spent[rank].numel() - rest_out.numel(), torch.float64
+    torch.mul(uncompressed[rank], 1 / n, out=uncompressed_out)
+    count, exact = with_spent[rank].numel() - uncompressed_out.numel(), torch.float64
     spent = torch.zeros(count, dtype=exact, device=out.device)
     for i, message in enumerate(arriving):
         if here[i]:
@@ -150,8 +150,10 @@ def scatter(
                 codec, message.wire, out, key, places[rank], dtype, context, add=True, weight=1 / n
             )
         if plain_here[i]:
-            rest_out.add_(message.uncompressed[: rest_out.numel()], alpha=1 / n)
-            spent.add_(message.uncompressed[rest_out.numel() :].double().square(), alpha=1 / n**2)
+            uncompressed_out.add_(message.uncompressed[: uncompressed_out.numel()], alpha=1 / n)
+            spent.add_(
+                message.uncompressed[uncompressed_out.numel() :].double().square(), alpha=1 / n**2
+            )
     return spent
 
 
@@ -198,14 +200,14 @@ def scatter_in_budget(
     *,
     places: Sequence[Sequence[Place]],
     uncompressed: Sequence[Tensor],
-    rest_out: Tensor,
+    uncompressed_out: Tensor,
 ) -> None:
     """`scatter` alone, within a codec's budget; a broken one gets the exact mean.
 
-    What was spent must reach all ranks by itself: one small message, and a wait for it.
+    What was spent reaches all ranks in a small message of its own, with a wait for it.
     """
     account = Account.of(codec, context, places, [chunk.numel() for chunk in chunks], ALONE)
-    sent = {"places": places, "uncompressed": uncompressed, "rest_out": rest_out}
+    sent = {"places": places, "uncompressed": uncompressed, "uncompressed_out": uncompressed_out}
     first = scatter(chunks, codec, context, out, account=account, **sent)
     if account is not None:
         account.settle_among(first, out)

@@ -1,9 +1,9 @@
 """NDQSG's receiving side: who sends plainly, how a chunk is decoded, which ratio is safe.
 
-Whoever adds up a chunk needs these, the owner of a chunk (`nested`) as well as a server:
-`in_first_group`, `plain_codec` and `at_ratio` say who encodes how, `SideInformation` decodes, and
-`RatioController` chooses the ratio of the next step. Every so many steps all send plainly: that is
-a calibration, from which the controller learns what every ratio would have done.
+Used by what adds up a chunk, its owner (`nested`) or a server: `in_first_group`, `plain_codec` and
+`at_ratio` define who encodes how, `SideInformation` decodes, and `RatioController` chooses the
+ratio of the next step. At regular intervals all send plainly: that is a calibration, from which the
+controller learns what every ratio would have done.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class RatioController:
     def failures(self) -> float:
         """The share of values that were decoded wrongly, of all that P2 has sent.
 
-        Estimated: step by step the larger of what flags say and what the last calibration foretold.
+        Estimated: in each step the larger of what flags and the last calibration indicate.
         """
         return self._wrong / self._values if self._values else 0.0
 
@@ -161,7 +161,7 @@ class RatioController:
         return self.ratio
 
     def _calibrate(self, would: list[float], values: float) -> None:
-        """After a calibration at so many values, of which some would be wrong at each ratio."""
+        """After a calibration on `values` values, of which `would` be wrong at each ratio."""
         if self._narrowest(would, values) == self.ratio:
             self._forget()
             return
@@ -181,12 +181,12 @@ class RatioController:
         return min(self.ratio, next(fits, self.ratio))
 
     def _forget(self) -> None:
-        """Begin to calibrate anew."""
+        """Restart the calibration."""
         self._calibrations, self._compared = 0, 0.0
         self._would = [0.0] * (len(self.ratios) - 1)  # wrong at each ratio
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved to go on exactly."""
+        """What must be saved to resume exactly."""
         return {
             "ratio": self.ratio,
             "looks": self._calibrations,
@@ -200,7 +200,7 @@ class RatioController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state_dict."""
+        """Resume from a state_dict."""
         if state["ratio"] not in self.ratios or len(state["would"]) != len(self.ratios) - 1:
             raise ConfigError(f"this state is of another codec: its ratios are not {self.ratios}")
         self.ratio, self.correlation = int(state["ratio"]), state["correlation"]
@@ -231,11 +231,11 @@ class SideInformation:
     2. `add(wire, first=True)` for every wire of P1, then `add(wire, first=False)` for P2, one after
        another: each refines y. With `side` (say, the mean of the step before) y is that throughout,
        and all are P2.
-    3. `finish()` tells the control what was seen.
+    3. `finish()` passes the counts to the control.
 
     P2's wires are of `at_ratio(codec, control.ratio)`, with `calibrates` of `plain_codec(codec)`;
     WireError if one is not. A calibration compares them with y, for a pass or two more. Buffers are
-    `scratch`'s: nests that share one may be open at the same time, in one thread.
+    `scratch`'s: objects that share one may be open at the same time, in one thread.
 
     >>> import laconic as lc
     >>> codec, g, out = lc.NDQSG(), torch.tensor([1.0, -0.4, 0.2]), torch.empty(3)
@@ -296,7 +296,7 @@ class SideInformation:
         self._count += 1
 
     def finish(self) -> None:
-        """Tell the control, without waiting for the device; `out` is the mean."""
+        """Pass the counts to the control, without waiting for the device; `out` is the mean."""
         numel = self.out.numel()
         if not self._later or not numel:
             return

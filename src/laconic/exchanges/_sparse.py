@@ -34,7 +34,7 @@ class Sparse(Exchange):
     probability min(1, s·|x|/N), so all ranks together send s·√(n·d) non-zeros or fewer; with a norm
     for each rank it would be n·s·√d, √n times as many. levels=1 sends very few, and its error is
     large; without levels= it is s = 127, all that 8 bits hold.
-    Bytes a rank sends: n - 1 times its coded integers.
+    Bytes per rank: n - 1 times its coded integers.
 
     Xin et al., Global-QSGD, 2025, arXiv 2305.18627, section 4: described there, not released.
     """

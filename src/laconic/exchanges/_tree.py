@@ -38,13 +38,13 @@ class Tree(Exchange):
         v mod 2^(k+1) = 2^k      sends its sum of chunk j to v - 2^k
         v mod 2^(k+1) = 0        adds what comes from v + 2^k, if that is below n
 
-    1. Whatever the chunk, a rank sends to rank - 2^k and receives from rank + 2^k: one message a
+    1. Whatever the chunk, a rank sends to rank - 2^k and receives from rank + 2^k: one message per
        round. After ceil(log2 n) rounds rank j holds the sum of chunk j, for any n.
     2. The re-rounding of global-exp climbs at most one exponent an addition: a tree needs
        ceil(log2 n) of headroom, a chain n - 1. Every addition has a key of its own.
     3. The owner's wire goes to all, who decode it, times 1/n.
 
-    Bytes a rank sends: 2·(n-1)/n of the encoded tensor (n - 1 sends a chunk, and its copies).
+    Bytes per rank: 2·(n-1)/n of the encoded tensor (n - 1 sends per chunk, and its copies).
     """
 
     name: ClassVar[str] = "tree"
@@ -91,7 +91,7 @@ class Tree(Exchange):
     def _round(
         self, wires: list[Wire], codec: Codec, context: ExchangeContext, stride: int, phase: int
     ) -> None:
-        """Send half of what is left one way, add what comes the other way."""
+        """Send half of the remaining chunks one way, add those that arrive the other way."""
         n, rank = context.size, context.rank
         place = [(rank - j) % n for j in range(n)]
         going = [j for j in range(n) if place[j] % (2 * stride) == stride]

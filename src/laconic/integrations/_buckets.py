@@ -101,7 +101,7 @@ def gathered(
     space: Scratch,
     units: Preconditioner | None = None,
 ) -> Iterator[Tensor]:
-    """The slices as one tensor, put back afterwards; the buffer itself if they lie together.
+    """The slices as one tensor, put back afterwards; a view of the buffer if they are adjacent.
 
     With a preconditioner they are in its units meanwhile; halves, whose range these may leave, are
     float32 then.
@@ -189,7 +189,7 @@ class BucketOrder:
     What a step does to a gradient depends on the bucket it travels in: chunks and blocks are cut
     from the start of a bucket, draws are named by its first parameter, sums are added in the order
     of owners. DDP rebuilds its buckets after the first backward pass of every process, so a run
-    that resumes would see other buckets in its first step than the run that went on. So:
+    that resumes would see other buckets in its first step than an uninterrupted run. So:
 
         step < 2              one bucket for each dtype, in order of registration
         first step resumed    the layout that the checkpoint names
@@ -200,7 +200,7 @@ class BucketOrder:
     alone is exchanged without overlap. With `static_graph=True` DDP cuts after two passes, and all
     numbers of steps double (`passes=2`).
 
-    `settled=0` leaves the first rule out, for those whose first steps must be plain DDP's own.
+    `settled=0` disables the first rule, where the first steps must be those of plain DDP.
 
     A bucket that is as wanted passes at once. Others wait for the last bucket of the step, are put
     together and exchanged, and their means put back: one more copy, on these few steps.
@@ -244,7 +244,7 @@ class BucketOrder:
         return done
 
     def state_dict(self) -> dict[str, Any]:
-        """The layout that the next step must have, where a new DDP is made before it."""
+        """The layout of the next step, if a new DDP is made before it."""
         layout = self._seen
         if self._saved is not None and self._since <= self.passes:
             layout = self._saved  # DDP has not shown yet what it keeps

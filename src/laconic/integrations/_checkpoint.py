@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.comm._threads import device_of
 from laconic.errors import ConfigError
 from laconic.integrations._handle import HasState, own_rank, remembers
 
@@ -203,7 +204,7 @@ def gathered_states(state: Any, group: dist.ProcessGroup | None = None) -> list[
         return [from_tree(json.loads(text), [t.cpu() for t in tensors])] + [
             _received(source, group) for source in range(1, size)
         ]
-    device = _device(group)
+    device = device_of(group)
     encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     for data in (torch.tensor([encoded.numel()], device=device), encoded):
         dist.send(data, group=group, group_dst=0)
@@ -213,7 +214,7 @@ def gathered_states(state: Any, group: dist.ProcessGroup | None = None) -> list[
 
 
 def _received(source: int, group: dist.ProcessGroup | None) -> Any:
-    device = _device(group)
+    device = device_of(group)
     length = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(length, group=group, group_src=source)
     encoded = torch.empty(int(length), dtype=torch.uint8, device=device)
@@ -226,8 +227,3 @@ def _received(source: int, group: dist.ProcessGroup | None) -> Any:
             dist.recv(as_bytes(tensor), group=group, group_src=source)
         tensors.append(tensor.cpu())
     return from_tree(tree, tensors)
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors must be to travel."""
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

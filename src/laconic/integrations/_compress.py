@@ -1,4 +1,4 @@
-"""`lc.compress` for every kind of data-parallel model, now or once a framework has wrapped it."""
+"""`lc.compress` for every kind of data-parallel model, now or when a framework wraps it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def check_free(model: DistributedDataParallel) -> None:
-    """ConfigError if the model has a hook: DDP takes one, and would say so after ranks have met."""
+    """ConfigError if the model has a hook: DDP takes one, and would raise only later."""
     if any(hasattr(one, "_in_backward_optimizers") for one in model.parameters()):
         raise ConfigError(  # DDP registers that hook at the first forward pass
             "this model's optimizers step inside backward (_apply_optimizer_in_backward), in DDP's "
@@ -164,14 +164,14 @@ class Compression:
         _check(spec, settings)
         self.spec, self._settings = spec, settings
         self.handle: Handle | None = None
-        self._told: str | None = None
+        self._reported: str | None = None
         self._wrapped: Any = None  # weak: a wrapper has buffers as large as the model
         self._inside: Any = None
 
     def start(self, model: nn.Module, advice: str, optimizers: Sequence[Any] = ()) -> bool:
         """Compress a wrapped model, once; False in a single process, which has nothing to send.
 
-        Under DDP gradients have the units of the framework's optimizers, unless settings say.
+        Under DDP gradients have the units of the framework's optimizers, unless settings differ.
         """
         model = unwrapped(model)
         if self._wrapped is not None and self._wrapped() is model:
@@ -206,10 +206,10 @@ class Compression:
     def news(self) -> str | None:
         """What "auto" has decided since the last call, in a sentence."""
         report = getattr(self.handle, "report", lambda: None)()
-        if report is None or str(report) == self._told:
+        if report is None or str(report) == self._reported:
             return None
-        self._told = str(report)
-        return self._told
+        self._reported = str(report)
+        return self._reported
 
     def scalars(self) -> dict[str, float]:
         """Scalars for loggers; for "auto", also whether its choice is to compress."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,19 @@ from laconic.integrations._buckets import (
 from laconic.integrations._state import HookState
 
 _UNITS = "second moments of the optimizers"
+_Hook = TypeVar("_Hook", bound=Callable[..., Future[Tensor]])
 
 
+def as_comm_hook(hook: _Hook) -> _Hook:
+    """With the annotations that DDP compares: the types themselves, not their names."""
+    hook.__annotations__ |= {
+        "bucket": dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
+        "return": Future[Tensor],
+    }
+    return hook
+
+
+@as_comm_hook
 def comm_hook(state: HookState, bucket: Any) -> Future[Tensor]:
     """DDP's hook: starts the exchange of a bucket and returns at once."""
     state.connect()
@@ -73,8 +84,8 @@ def exchange_bucket(state: HookState, bucket: Bucket) -> Future[Tensor]:
 def renew_units(state: HookState, buffer: Tensor, step: int) -> None:
     """Where gradients are encoded in an optimizer's units, make a snapshot of these if it is due.
 
-    That is before the first bucket of a step, whatever its number, in the first lane; the other one
-    waits where it needs them. If digests differ, `backward` raises.
+    In the first lane, before the first bucket of a step, whatever its number; the other lane waits
+    where it needs them. If digests differ, `backward` raises.
     """
     units = state.preconditioner
     if units is not None and state.units_due(step):
@@ -86,7 +97,7 @@ def renew_units(state: HookState, buffer: Tensor, step: int) -> None:
 def _renew(
     state: HookState, units: Preconditioner, lane: CommLane, step: int, device: torch.device
 ) -> None:
-    """All ranks compare, also those without units: others may have some, and would wait."""
+    """All ranks compare, also those without units: others that have some would wait."""
     agreed = False
     try:
         found = state.renew_units(step)
@@ -98,15 +109,8 @@ def _renew(
         units.end(agreed=agreed)
 
 
-# DDP compares these with the objects themselves, which postponed annotations are not
-comm_hook.__annotations__ |= {
-    "bucket": dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
-    "return": Future[Tensor],
-}
-
-
 def raise_after_backward(lanes: Sequence[CommLane]) -> None:
-    """What goes wrong in a lane is raised by `backward`, with its type.
+    """Errors in a lane are raised by `backward`, with their type.
 
     torch turns the error of a Python hook's future into "Unable to cast". So futures end with NaN,
     and the error is raised by a callback of autograd's after DDP's own, which waits for all
@@ -165,7 +169,7 @@ def _done(value: Tensor) -> Future[Tensor]:
 
 
 def start(lane: CommLane, buffer: Tensor, work: Callable[[], None]) -> Future[Tensor]:
-    """`work` in the lane's thread, after all that it has; then the future gets `buffer`.
+    """`work` in the lane's thread, after earlier jobs; then the future gets `buffer`.
 
     If work fails the buffer is NaN, and `lane.failure` has the error.
 
@@ -194,7 +198,7 @@ def _job(
 
 
 def _fill_with_nan(buffer: Tensor) -> None:
-    """Code that continues in spite of an error must not take what is there for a mean."""
+    """So that code that continues in spite of an error cannot take it for a mean."""
     values = buffer._values() if buffer.is_sparse else buffer
     values.fill_(torch.nan)
 

@@ -1,4 +1,4 @@
-"""One line in an FSDP2 script: gradients, and weights if asked, travel encoded."""
+"""`lc.compress` for FSDP2: gradients, and optionally weights, travel encoded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_fsdp(model: nn.Module) -> bool:
 
 
 class FSDPHandle:
-    """What the collectives of a sharded model know and remember; `lc.compress` makes one.
+    """The state of a sharded model's collectives; `lc.compress` makes one.
 
     Before the first step, and after the last `fully_shard`. `weights` names a codec for gathered
     parameters, too. `between` says, on a 2-D mesh (HSDP), which gradients are encoded: between
@@ -104,7 +104,7 @@ class FSDPHandle:
             warn_of_noise(optimizer, self.codec, BLOCKS)
 
     def stats(self) -> Stats:
-        """Bytes and times so far, of what is encoded: gradients, and weights if asked."""
+        """Bytes and times so far, of what is encoded: gradients, and weights with `weights=`."""
         return Stats(
             steps=max((max(unit.reductions, unit.means) for unit in self._units), default=0),
             sent_bytes=self._run.inside.traffic.sent_bytes,
@@ -130,7 +130,7 @@ class FSDPHandle:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a state_dict. Modules that it does not know start where no key was used."""
+        """Resume from a state_dict. Unknown modules start at a step whose keys were not used."""
         if state["codec"] != str(self.codec):
             raise ConfigError(f"this state is of {state['codec']}, not of {self.codec}")
         check_own(state)
@@ -244,7 +244,7 @@ def _check_torch(model: nn.Module) -> None:
 
 
 def _agree_in(group: Any, settings: dict[str, str]) -> None:
-    """Compare inside shard groups, then between replicas, where a problem inside one is news.
+    """Compare inside shard groups, then between replicas, which report each other's problems.
 
     So all ranks of a mesh raise if any differ. In FSDP's own groups: one more group for this alone
     would be one more communicator, and a group's name cannot be used again after destroying it.

@@ -79,7 +79,9 @@ class ReduceScatter(_FSDPBuffers):
             coded = SlotBuffers(shards, ranks, slots, out.dtype, scratch, "coded")
             uncompressed = SlotBuffers(shards, ranks, plain, torch.float32, scratch, "plain")
             coded_mean = SlotBuffers([out], [rank], slots, torch.float32, scratch, "coded mean")
-            rest_mean = SlotBuffers([out], [rank], plain, torch.float32, scratch, "plain mean")
+            uncompressed_mean = SlotBuffers(
+                [out], [rank], plain, torch.float32, scratch, "plain mean"
+            )
             coded.load()
             uncompressed.load()
             scatter_in_budget(
@@ -89,10 +91,10 @@ class ReduceScatter(_FSDPBuffers):
                 coded_mean.parts[0],
                 places=[places(slots, j) for j in ranks],
                 uncompressed=uncompressed.parts,
-                rest_out=rest_mean.parts[0],
+                uncompressed_out=uncompressed_mean.parts[0],
             )
             coded_mean.store()
-            rest_mean.store()
+            uncompressed_mean.store()
             plain = ()  # they have travelled
 
 

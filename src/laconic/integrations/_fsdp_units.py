@@ -87,9 +87,9 @@ class ShardLayout:
 def layout_for(parameters: Sequence[ShardedParameter], room: int) -> ShardLayout | None:
     """The layout of a shard of `room` values that holds some of the parameters, in order.
 
-    FSDP leaves out parameters without a gradient and does not say which. All sizes are positive, so
-    nothing is left out if the sum is that of all; otherwise sizes tell, if only one choice of them
-    fits. None if that is not so: nothing is guessed.
+    FSDP leaves out parameters without a gradient and does not report which. All sizes are positive,
+    so nothing is left out if the sum is that of all; otherwise it is inferred from the sizes if
+    only one choice of them fits. None if it is ambiguous: nothing is guessed.
     """
     gap = sum(parameter.room for parameter in parameters) - room
     absent = _choice([parameter.room for parameter in parameters], gap) if gap >= 0 else None
@@ -131,7 +131,7 @@ def count(slots: Slots, rank: int) -> int:
 
 
 class SlotBuffers:
-    """The slots of some ranks' shards, each shard's as one tensor: views where they lie together.
+    """The slots of some ranks' shards, each shard's as one tensor: views where they are adjacent.
 
     `parts[i]` belongs to shards[i]; `load` copies values into it, `store` puts them back. Both do
     nothing where the part is a view.
@@ -249,7 +249,7 @@ class Unit:
             if self._layouts[key] is None:
                 warnings.warn(
                     f"FSDP reduces {room} values per rank for {self.name or 'the root module'}, "
-                    "and their parameters cannot be told from that: they travel uncompressed. Some "
+                    "from which their parameters cannot be inferred: they travel uncompressed. Some "
                     "have no gradient: set_reduce_scatter_unused_params(True), where torch has it, "
                     "gives them zeros",
                     stacklevel=2,

@@ -55,7 +55,7 @@ class Stats(CompressionStats):
     wire_seconds: float  # of these, in collectives, waiting for other ranks included
     local_bytes: int = 0  # inside nodes, where the exchange knows them; not in sent_bytes
     # of codecs with a budget: expected relative squared error of the mean gradient, of parameters
-    error_budget: float | None = None  # what was asked for
+    error_budget: float | None = None  # error= of the codec
     error_mean: float | None = None  # over parameters and steps
     error_largest: float | None = None  # of any parameter at any step
     # where that is in an optimizer's units (optimizer=): the same of the gradient itself, estimated
@@ -66,7 +66,7 @@ class Stats(CompressionStats):
     # of the nested exchange, where it is used
     nesting_ratio: float | None = None  # ρ in use, mean over owners of chunks; dqsg counts as 2M+1
     decode_failures: float | None = None  # share of values that this rank decoded wrongly
-    correlation: float | None = None  # of what this rank decodes with what it knew, at last look
+    correlation: float | None = None  # of decoded values and side information, when last measured
 
 
 class HasState(Protocol):
@@ -107,7 +107,7 @@ def remembers(state: Mapping[str, Any]) -> bool:
 
 
 def check_own(state: Mapping[str, Any]) -> None:
-    """ConfigError if the state remembers something, and another rank does."""
+    """ConfigError if the state has memory, and it is another rank's."""
     owner = state.get("rank", own_rank())
     if owner != own_rank() and remembers(state):
         raise ConfigError(
@@ -117,7 +117,7 @@ def check_own(state: Mapping[str, Any]) -> None:
 
 
 def check_ranks(state: Mapping[str, Any], ranks: int | None) -> None:
-    """ConfigError if the state remembers something, and was saved by another number of ranks."""
+    """ConfigError if the state has memory, and was saved by another number of ranks."""
     before = state.get("ranks")
     if None not in (before, ranks) and before != ranks and remembers(state):
         raise ConfigError(

@@ -22,14 +22,14 @@ from laconic.integrations._buckets import CodecGroup
 from laconic.integrations._handle import own_rank
 
 _log = logging.getLogger("laconic")
-_BUDGET_EVERY = 100  # steps between two looks at the error that was made
-_WATCHED_EVERY = 128  # steps between two looks at estimates of the error in gradients' own units
+_BUDGET_EVERY = 100  # steps between two checks of the error that was made
+_WATCHED_EVERY = 128  # steps between two checks of estimates of the error in gradients' own units
 _TOLERATED = 1.2  # times the budget
 _AMPLIFIED = 1.0  # relative squared error of gradients as they are, where their units are others
 
 
 class StepListener(Protocol):
-    """What is told of optimizers' steps."""
+    """What is notified of optimizers' steps."""
 
     def stepped(self, optimizer: Any) -> None:
         """Called after each step of any optimizer, of other models, too."""
@@ -58,7 +58,7 @@ def _tell(optimizer: Any, *_: Any) -> None:
 
 
 def warn_of_noise(optimizer: Any, codec: Codec, advice: str) -> None:
-    """Say what is better if an optimizer that has made a step amplifies the noise of a codec."""
+    """Warn, with advice, if an optimizer that has made a step amplifies a codec's noise."""
     why = amplifying(optimizer, codec, advice)
     if why and own_rank() == 0:
         _log.warning(why)
@@ -116,8 +116,8 @@ class OptimizerSteps:
     """How often backward has run since an optimizer stepped the model.
 
     `passes` is None where that is not known. They count only where this rank's optimizers step all
-    that is encoded. Ranks that share parameters out may step their shares at other times: whoever
-    has none of a layer waits for it.
+    that is encoded. Where parameters are divided among ranks, ranks may step theirs at different
+    times.
     """
 
     def __init__(self, codec: Codec, units: Preconditioner | None, *, warns: bool) -> None:
@@ -132,7 +132,7 @@ class OptimizerSteps:
     def observe(
         self, encoded: Mapping[int, weakref.ref[Tensor]], late: LateParameters | None
     ) -> None:
-        """Start afresh, with these parameters of the model."""
+        """Restart, with these parameters of the model."""
         self._encoded, self._known, self._complete = encoded, {}, False
         self._late = late
 
@@ -175,7 +175,7 @@ class OptimizerSteps:
 
 
 class ErrorMonitor:
-    """Errors of mean gradients, as exchanges know them; says once if they are too large."""
+    """Errors of mean gradients, as exchanges know them; warns once if they are too large."""
 
     def __init__(self, session: ExchangeSession, units: Preconditioner | None) -> None:
         self._session, self._units = session, units
@@ -211,7 +211,7 @@ class ErrorMonitor:
             self._watch_units()
 
     def watch_budget(self, step: int, names: Sequence[str]) -> None:
-        """Say once if the error that was made has left the budget; it is looked at now and then."""
+        """Warn once if the error exceeds the budget; checked every 100 steps."""
         if self._warned_of_budget or step % _BUDGET_EVERY != _BUDGET_EVERY - 1 or own_rank() != 0:
             return
         report = budget_report(self._session.memory)
@@ -219,7 +219,7 @@ class ErrorMonitor:
             self._warned_of_budget = True
             worst, found = max(self.errors(names).items(), key=lambda one: one[1].mean)
             _log.warning(
-                "the mean gradient's error is %.3g, and error=%g was asked for (worst: %s, %.3g): "
+                "the mean gradient's error is %.3g, above its budget error=%g (worst: %s, %.3g): "
                 "leave max_bits= out, or give that parameter a codec of its own, "
                 "policy=lc.Policy(rules=..)",
                 report.mean,
@@ -243,20 +243,20 @@ class ErrorMonitor:
         return found
 
     def _add(self, estimate: Tensor) -> None:
-        """Keep mean and maximum, which are read when somebody asks: nothing waits for a device."""
-        value = estimate.nan_to_num(posinf=0.0)  # of a mean that is zero nothing is known
+        """Keep mean and maximum, which `stats` reads: nothing here waits for a device."""
+        value = estimate.nan_to_num(posinf=0.0)  # a mean of zero has no relative error
         with self._lock:
             self._count += 1
             self._total = self._total.to(value) + value
             self._largest = torch.maximum(self._largest.to(value), value)
 
     def _watch_units(self) -> None:
-        """Say once if units serve the optimizer badly; in a lane's thread, which may wait."""
+        """Warn once if units serve the optimizer badly; in a lane's thread, which may wait."""
         made = float(self._total) / max(1, self._count)
         if made > _AMPLIFIED and not self._warned_of_units and own_rank() == 0:
             self._warned_of_units = True
             _log.warning(
-                "in the optimizer's units errors are as small as asked for, and gradients' own are "
+                "in the optimizer's units errors are within the budget, and gradients' own are "
                 "%.3g of their squares: some rows have far smaller moments than others, as those "
                 "of rare words do. Leave optimizer= out, and %s",
                 made,

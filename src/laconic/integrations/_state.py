@@ -58,7 +58,7 @@ class _Unconnected(NamedTuple):
 
 
 class HookState:
-    """What the hook needs to know, and what it remembers; `lc.compress` makes and registers one.
+    """The settings and the state of the hook; `lc.compress` makes and registers one.
 
     Make it on all ranks of the group at once: they compare settings, and end together if those
     differ. It may come before `init_process_group`, or before the model is moved to its GPU, in
@@ -66,8 +66,8 @@ class HookState:
     bucket. `module` is what DDP wraps. States of one model that take turns may share `lanes`,
     threads and process groups. `optimizer`, or a list of several, steps the parameters: gradients
     are encoded in its units then, where it has second moments. A single rank has no other to
-    exchange with, and its gradients stay exact, unless `even_alone` asks for what more ranks would
-    do to them. `static_graph` is DDP's setting.
+    exchange with, and its gradients stay exact, unless `even_alone` encodes them as several ranks
+    would. `static_graph` is DDP's setting.
 
     Pickled or copied, in a DDP model or alone, it is its settings and its state_dict; `attach`
     gives the copy a model.
@@ -132,11 +132,11 @@ class HookState:
         self._unconnected = first = _Unconnected(module, policy, group, timeout_s)
         if _can_talk(group, _device(module)):
             self.connect()
-        else:  # what is wrong with the policy is said now; parameters may still be replaced
+        else:  # errors of the policy are raised now; parameters may still be replaced
             self._choose(module, first.policy)
 
     def connect(self) -> None:
-        """Make process groups and compare settings with other ranks, if that was not done yet."""
+        """Make process groups and compare settings with other ranks, once."""
         if self._unconnected is None:
             return
         module, policy, group, timeout_s = self._unconnected
@@ -171,7 +171,7 @@ class HookState:
         self._names = [name for name, _ in module.named_parameters()]
         for number, (name, parameter) in enumerate(module.named_parameters()):
             spec = self._pairs.spec(policy(name, parameter)) if parameter.requires_grad else None
-            if spec is not None and not encodable(parameter):
+            if spec is not None and not (parameter.dtype in DTYPES and parameter.numel()):
                 spec = None
                 strange += [f"{name} ({parameter.dtype})"] if parameter.numel() else []
             self._parameters[id(parameter)] = number, spec
@@ -191,7 +191,7 @@ class HookState:
         return lines
 
     def _use_units(self) -> None:
-        """Tell the preconditioner of all codecs."""
+        """Register all codecs with the preconditioner."""
         if self.preconditioner is not None:
             for own, way in self._pairs.values():
                 way.check_units(own)
@@ -237,7 +237,7 @@ class HookState:
         return {number: one for number, ref in self._encoded.items() if (one := ref()) is not None}
 
     def check_replicas(self, every: int = _CHECKED_EVERY) -> None:
-        """Compare the weights of all ranks every so many steps; 0 for never. On all ranks.
+        """Compare the weights of all ranks every `every` steps; 0 for never. On all ranks.
 
         Eight bytes per rank travel. If they differ, `backward` raises `lc.ReplicaError` on all
         ranks, which names those that differ from most.
@@ -258,7 +258,7 @@ class HookState:
         compare(absent(found) if has_joined else found, lane.group, step)
 
     def warn_of_sparse(self, parameters: Sequence[Tensor]) -> None:
-        """Say once that sparse gradients travel as they are."""
+        """Warn once that sparse gradients travel as they are."""
         numbers = [self._parameters[id(one)][0] for one in parameters]
         names = [name for i, name in enumerate(self._names) if i in numbers]
         self._warn(names, "their gradients are sparse; nn.Embedding(sparse=False) makes dense ones")
@@ -277,7 +277,7 @@ class HookState:
 
     @property
     def encodes(self) -> bool:
-        """Whether any parameter is worth it, says the policy."""
+        """Whether the policy encodes any parameter."""
         return any(spec is not None for _, spec in self._parameters.values())
 
     def stats(self) -> Stats:
@@ -328,7 +328,7 @@ class HookState:
         check_own(state)
         check_ranks(state, self.ranks)
         self.step, self.turns = int(state["step"]), dict(state["turns"])
-        self.optimizers.passes = None  # ranks may have come from different places
+        self.optimizers.passes = None  # ranks may have made different numbers
         if "order" in state:  # older states do not know it: their first step differs in rounding
             self.order.load_state_dict(state["order"])
         self.session.memory.load_state_dict(state)
@@ -394,11 +394,6 @@ class HookState:
 
 def _device(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters()), torch.device("cpu"))
-
-
-def encodable(parameter: Tensor) -> bool:
-    """Whether codecs take its gradient; all else travels as DDP would send it."""
-    return parameter.dtype in DTYPES and parameter.numel() > 0
 
 
 def _can_talk(group: dist.ProcessGroup | None, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Lightning: gradients travel encoded by one callback.
+"""Lightning: a callback that compresses gradients.
 
 from laconic.integrations.lightning import Compress
 
@@ -34,7 +34,7 @@ class Compress(Callback):
     """`lc.compress(model, spec, **settings)` for the model that a Trainer wraps.
 
     For strategies of DDP ("ddp", DDPStrategy) and FSDP2 (ModelParallelStrategy); on one process it
-    does nothing, and says so. Every `log_every_n_steps` of the Trainer its loggers get
+    does nothing, with a message. Every `log_every_n_steps` of the Trainer its loggers get
     "laconic/ratio", "laconic/sent_bytes" and so on, of rank 0; `log=False` for none. Checkpoints
     hold the state of all ranks (`lc.AllRanks`). Under DDP gradients are encoded in the units of the
     Trainer's optimizers, as `lc.compress(optimizer=)` does it; `optimizer=None` for their own.
@@ -71,7 +71,7 @@ class Compress(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Tell loggers what was sent, and people what "auto" has decided."""
+        """Log what was sent, and print what "auto" has decided."""
         news = self._compression.news()
         if news is not None:
             rank_zero_info(news)
@@ -87,7 +87,7 @@ class Compress(Callback):
         return {} if self.handle is None else AllRanks(self.handle).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from there, as soon as there is a model."""
+        """Resume from it as soon as there is a model."""
         self._loaded = state_dict
         self._restore()
 

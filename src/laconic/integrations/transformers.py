@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: gradients travel encoded by one callback.
+"""Hugging Face Trainer: a callback that compresses gradients.
 
 from laconic.integrations.transformers import CompressCallback
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("laconic")
 class CompressCallback(TrainerCallback):
     """`lc.compress(model, spec, **settings)` for the model that a Trainer wraps.
 
-    For DDP and FSDP2; on one process it does nothing, and says so. Whatever the Trainer logs has
+    For DDP and FSDP2; on one process it does nothing, with a warning. What the Trainer logs has
     "laconic/ratio", "laconic/sent_bytes" and so on beside it; `log=False` for none. Every rank
     writes laconic_<rank>.pt into the Trainer's checkpoints, as it does with the state of random
     numbers. They are read again where a run is resumed: from `args.resume_from_checkpoint`, or the
@@ -120,7 +120,7 @@ class CompressCallback(TrainerCallback):
     def _trainer(self) -> Trainer:
         """The Trainer that this callback was given to.
 
-        Callbacks are told the model inside of DDP, and neither the wrapper nor the Trainer. (By
+        Callbacks are given the model inside of DDP, and neither the wrapper nor the Trainer. (By
         type() because isinstance would wake proxies that others have made.)
         """
         for one in gc.get_objects():

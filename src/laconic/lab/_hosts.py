@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from laconic.errors import ConfigError, LaconicError
 from laconic.lab._rates import Rate, rate_of
 
-_SBIN = ("/usr/sbin", "/sbin")  # where they are, and where a user's PATH often does not lead
+_SBIN = ("/usr/sbin", "/sbin")  # often not in a user's PATH
 
 
 class LabError(LaconicError, RuntimeError):
@@ -129,11 +129,11 @@ class Host:
             )
 
     def cut(self) -> None:
-        """Pull the cable: what is sent is lost, connections wait and break."""
+        """Disconnect the link: what is sent is lost, connections wait and break."""
         ip("-n", self.switch, "link", "set", self.port, "down")
 
     def mend(self) -> None:
-        """Plug it in again; the rate is as before."""
+        """Connect it again; the rate is as before."""
         ip("-n", self.switch, "link", "set", self.port, "up")
 
     def counters(self) -> Counters:

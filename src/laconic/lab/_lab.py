@@ -60,11 +60,10 @@ class Lab:
     `rate_mbit` may be a list with one for each host, and `lab.Rate(up_mbit=, down_mbit=)` in
     the place of a number.
 
-    Used in a `with` statement, it makes a Network, and takes it away whatever happens inside:
-    an exception, Ctrl-C, and in the main thread SIGTERM and SIGHUP, which then raise SystemExit
-    unless the program handles them itself. SIGKILL leaves all of it, and the next lab on this
-    machine removes what is left: names tell the process. Nothing is made outside namespaces of its
-    own.
+    Used in a `with` statement, it makes a Network, and removes it whatever happens inside: an
+    exception, Ctrl-C, and in the main thread SIGTERM and SIGHUP, which then raise SystemExit unless
+    the program handles them itself. After SIGKILL all of it remains, and the next lab on this
+    machine removes it: names contain the process. Nothing is made outside the lab's own namespaces.
     """
 
     hosts: int
@@ -95,7 +94,7 @@ class Lab:
         return network
 
     def __exit__(self, *error: object) -> None:
-        """Take them away, and all that runs on them."""
+        """Remove them, and all that runs on them."""
         _signals.close_last(self._open)
 
 
@@ -188,7 +187,7 @@ class Network(_Starter):
 
 
 def _remove(namespace: str) -> None:
-    """End the processes inside, whoever started them, and delete the namespace."""
+    """End all processes inside, and delete the namespace."""
     if not (NAMESPACES / namespace).exists():
         return
     with suppress(LabError):  # a namespace half made has no processes, and cannot be asked
@@ -215,7 +214,7 @@ def _end(pid: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Loopback:
-    """Stands in for a Lab where `missing()` says no: processes, but no hosts, no shaped links."""
+    """Replaces a Lab where something is `missing()`: processes, but no hosts or shaped links."""
 
     hosts: int
     _open: list[tuple[LoopbackNetwork, dict[Any, Any]]] = field(

@@ -57,7 +57,7 @@ def rates_of(rates: Rates, hosts: int) -> tuple[Rate, ...]:
 
 
 def parse_rates(text: str, hosts: int) -> tuple[Rate, ...]:
-    """Rates as people write them: 100mbit, 1gbit, none; up/down; one for all or commas between.
+    """Parse rates: 100mbit, 1gbit, none; up/down; one for all, or a list with commas.
 
     >>> parse_rates("100mbit", 2) == rates_of(100.0, 2)
     True

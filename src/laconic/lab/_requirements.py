@@ -92,7 +92,7 @@ def command(words: Sequence[str]) -> list[str]:
 
 
 def enter() -> None:
-    """Become this program, run anew inside; does not return."""
+    """Replace this process by the same program inside; does not return."""
     words = command([sys.executable, "-m", "laconic", *sys.argv[1:]])
     environment: Mapping[str, str] = {**os.environ, _INSIDE: "1"}
     os.execve(words[0], words, dict(environment))

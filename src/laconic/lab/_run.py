@@ -84,8 +84,8 @@ class Rank:
     """One process, in a session of its own, so that a Ctrl-C for us is not one for it.
 
     It writes to files, which never fill up as pipes do; with `talk`, stdin and stdout are pipes.
-    With `echo`, threads read both outputs, hand on every line and keep it. Processes that it leaves
-    behind may hold these pipes without end: nobody waits for them.
+    With `echo`, threads read both outputs, pass on every line and keep it. Child processes that
+    outlive it may hold these pipes open forever: they are not waited for.
     """
 
     def __init__(
@@ -128,11 +128,11 @@ class Rank:
             reader.start()
 
     def _follow(self, stream: IO[bytes], kept: IO[bytes], echo: Echo) -> None:
-        """Until the process, and all that it has left behind, has closed the stream."""
+        """Until the process and its children have closed the stream."""
         with io.BufferedReader(stream) as lines:  # pyright: ignore[reportArgumentType]
             for line in lines:
                 with self._lock:
-                    if kept.closed:  # it was left behind, and the run has ended
+                    if kept.closed:  # a child outlived the run
                         return
                     kept.seek(0, os.SEEK_END)
                     kept.write(line)
@@ -167,7 +167,7 @@ class Rank:
             )
 
     def hang_up(self) -> None:
-        """Close its stdin: it will be told nothing more."""
+        """Close its stdin: nothing more is sent."""
         if self.process.stdin is not None:
             with suppress(BrokenPipeError):
                 self.process.stdin.close()
@@ -177,7 +177,7 @@ class Rank:
         self.signal(signal.SIGKILL)
 
     def finish(self) -> None:
-        """What the ended process wrote has been read, as far as that comes to an end soon."""
+        """Wait, not for long, until what the ended process wrote has been read."""
         deadline = time.monotonic() + _LINGER_S
         for reader in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
@@ -252,8 +252,8 @@ class Run:
             for rank in self._ranks:
                 rank.hang_up()
             self._wait(timeout_s)
-            texts = [(rank.number, *rank.read()) for rank in self._ranks]
-            return tuple(Output(rank=r, stdout=out, stderr=err) for r, out, err in texts)
+            found = [(rank.number, *rank.read()) for rank in self._ranks]
+            return tuple(Output(rank=r, stdout=out, stderr=err) for r, out, err in found)
         finally:
             self.kill()
 
@@ -262,7 +262,7 @@ class Run:
         self._check_open(talking=True)
         for rank in self._ranks:
             assert rank.process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended: receive will say so
+            with suppress(BrokenPipeError):  # it has ended: receive will raise
                 rank.process.stdin.write(f"{line}\n".encode())
 
     def receive(self, *, timeout_s: float) -> tuple[str, ...]:
@@ -275,17 +275,17 @@ class Run:
             raise
 
     def pause(self, host: int) -> None:
-        """The host's processes stand still, as those of an overloaded machine; its link is up."""
+        """Stop the host's processes, as on an overloaded machine; its link stays up."""
         for rank in self._signal(host, signal.SIGSTOP):
             # until the kernel has stopped it, or it has ended
             os.waitid(os.P_PID, rank.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self, host: int) -> None:
-        """They go on."""
+        """Continue them."""
         self._signal(host, signal.SIGCONT)
 
     def lose(self, host: int) -> None:
-        """The host's processes are killed, and `wait` does not count that as a failure."""
+        """Kill the host's processes; `wait` does not count that as a failure."""
         self._lost.add(host)
         self._signal(host, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Signals that must not leave a lab behind."""
+"""Signals, after which a lab must still be removed."""
 
 from __future__ import annotations
 

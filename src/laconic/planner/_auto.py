@@ -25,6 +25,7 @@ from laconic.exchanges._preconditioner import preconditioner_of
 from laconic.integrations._buckets import Bucket
 from laconic.integrations._compress import check_free, not_parallel, unwrapped
 from laconic.integrations._ddp import (
+    as_comm_hook,
     comm_hook,
     exchange_bucket,
     in_backward,
@@ -280,7 +281,7 @@ class Auto:
         self._plain_bytes += buffer.numel() * buffer.element_size()
         buffer.mul_(1 / self._size)
         added = self._group.allreduce([buffer]).get_future()
-        return added.then(self._ended if last else _first)
+        return added.then(self._ended if last else lambda done: done.value()[0])
 
     def _sparse(self, bucket: Bucket, last: bool) -> Future[Tensor]:
         """No strategy encodes it."""
@@ -329,6 +330,7 @@ class Auto:
                 state.session.memory.reset()
 
 
+@as_comm_hook
 def _hook(state: Auto, bucket: Any) -> Future[Tensor]:
     """DDP's hook: returns at once, but for steps that decide."""
     if isinstance(bucket, tuple):
@@ -336,16 +338,5 @@ def _hook(state: Auto, bucket: Any) -> Future[Tensor]:
     return state.exchange(bucket)
 
 
-# DDP compares these with the objects themselves, which postponed annotations are not
-_hook.__annotations__ |= {
-    "bucket": dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
-    "return": Future[Tensor],
-}
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _first(done: Future[list[Tensor]]) -> Tensor:
-    return done.value()[0]

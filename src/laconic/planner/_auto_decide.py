@@ -84,7 +84,7 @@ class GradientProfile:
     square: float  # ‖x‖²
     mean_square: float  # ‖mean over ranks‖²
     encoded: float  # values that are worth it
-    rest_bytes: float  # of all others
+    uncompressed_bytes: float  # of all others
     plain_bytes: float  # of all, as they are
     last_share: float  # the last bucket's part of these
     codecs: tuple[CodecProfile, ...]
@@ -248,7 +248,7 @@ def scenario_of(
             buckets=tuple(
                 Bucket(
                     encoded=round(part * sizes.encoded),
-                    plain=round(part * sizes.rest_bytes / 4),
+                    plain=round(part * sizes.uncompressed_bytes / 4),
                     ready_s=ready_s,
                 )
                 for part, ready_s in parts

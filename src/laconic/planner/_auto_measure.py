@@ -189,7 +189,7 @@ class GradientProfiler:
             square=own,
             mean_square=mean,
             encoded=sum(encoded for encoded, _, _ in sizes.values()),
-            rest_bytes=sum(rest * width for _, rest, width in sizes.values()),
+            uncompressed_bytes=sum(rest * width for _, rest, width in sizes.values()),
             plain_bytes=total,
             last_share=plain[max(plain)] / total if plain else 1.0,
             codecs=self._profiles or nothing,

@@ -32,7 +32,6 @@ from itertools import pairwise
 
 from laconic._cost import (
     FREE,
-    MAX_WORKERS,
     Bucket,
     Cluster,
     CodecCost,
@@ -40,6 +39,7 @@ from laconic._cost import (
     LinearCost,
     Links,
     Workload,
+    check_workers,
     shared_levels,
 )
 from laconic.codecs import codec
@@ -81,8 +81,7 @@ class Paper:
         figures = self.machine
         if figures.device not in MEMORY:
             raise ConfigError(f"devices are {', '.join(MEMORY)}, not {figures.device!r}")
-        if not 2 <= self.workers <= MAX_WORKERS:
-            raise ConfigError(f"a plan is for 2 to {MAX_WORKERS} workers, not {self.workers}")
+        check_workers(self.workers)
         if figures.per_node < 1:
             raise ConfigError(f"a node holds 1 worker or more, not {figures.per_node}")
         speeds = figures.link_bit_s, figures.inside_byte_s
@@ -143,7 +142,7 @@ def _links(nodes: int, per_node: int, far: _Wire, near: _Wire, backend: str) -> 
         allreduce=tuple(ways),
         all_to_all=LinearCost(
             start_s=wire.latency_s + max(0, n - 2) * message,
-            per_s=_swap_speed(nodes, per_node, far, near),
+            per_s=_all_to_all_speed(nodes, per_node, far, near),
         ),
         sendrecv=LinearCost(
             start_s=wire.latency_s,
@@ -152,7 +151,7 @@ def _links(nodes: int, per_node: int, far: _Wire, near: _Wire, backend: str) -> 
     )
 
 
-def _swap_speed(nodes: int, per_node: int, far: _Wire, near: _Wire) -> float:
+def _all_to_all_speed(nodes: int, per_node: int, far: _Wire, near: _Wire) -> float:
     n, speeds = nodes * per_node, []
     if nodes > 1:
         speeds.append(far.speed * (n - 1) / (per_node * (n - per_node)))

@@ -84,13 +84,13 @@ class Plan:
     def verdict(self) -> str:
         """In a sentence or two."""
         best, first = self.best, self.choices[0]
-        told = _verdict_plain(self) if best.prediction.strategy.plain else _verdict(best)
+        sentence = _verdict_plain(self) if best.prediction.strategy.plain else _verdict(best)
         if first.changes_training and first.speedup >= _NEAR * best.speedup:
-            told += (
+            sentence += (
                 f" {first.name} is predicted {first.speedup:.1f} x faster than plain DDP, but it "
                 "changes training: check its accuracy."
             )
-        return told
+        return sentence
 
 
 def _verdict_plain(plan: Plan) -> str:
@@ -109,18 +109,15 @@ def _verdict(best: Choice) -> str:
         "latency": "latency limits it",
         "codec": "the codec limits it",
     }
-    told = (
+    sentence = (
         f"{best.name} is predicted {best.speedup:.1f} x faster than plain DDP; "
         f"{limits[best.prediction.limit]}"
     )
     where = best.break_even
     if where is None or where.bit_s is None:
-        return f"{told}."
-    return f"{told}; {_other(where.when)} {rate(where.bit_s)} plain DDP is as fast."
-
-
-def _other(when: str) -> str:
-    return "above" if when == "below" else "below"
+        return f"{sentence}."
+    other = "above" if where.when == "below" else "below"
+    return f"{sentence}; {other} {rate(where.bit_s)} plain DDP is as fast."
 
 
 def plan(

@@ -18,9 +18,9 @@ from laconic._cost import Cluster, Links, Workload
 from laconic._files import Kind, read_json, write_made
 from laconic._records import numbers, record
 from laconic._version import __version__
-from laconic.comm._threads import lane_count
+from laconic.comm._threads import device_of, lane_count
 from laconic.errors import ConfigError
-from laconic.exchanges._hierarchical import _team, agreed_nodes, device_of
+from laconic.exchanges._hierarchical import _team, agreed_nodes
 from laconic.planner._probe_cluster import Clock, probe_device, probe_links
 from laconic.planner._probe_codecs import Sample, probe_codec
 from laconic.planner._probe_model import Setup, probe_model

@@ -112,11 +112,11 @@ def probe_links(clock: Clock, patience_s: float, group: dist.ProcessGroup | None
     Sizes grow until one message takes half of the time that a kind may have.
     """
     context = ExchangeContext(group=group or clock.group)
-    reduce, swap, pair = (
+    allreduce, exchange, pair = (
         _link(kind, context, clock, patience_s / 3)
         for kind in (_all_reduce, _all_to_all, _sendrecv)
     )
-    return Links(ranks=context.size, allreduce=(reduce,), all_to_all=swap, sendrecv=pair)
+    return Links(ranks=context.size, allreduce=(allreduce,), all_to_all=exchange, sendrecv=pair)
 
 
 def _link(
@@ -168,10 +168,10 @@ def _sendrecv(size: int, context: ExchangeContext, device: torch.device) -> tupl
     n, rank, chunk = context.size, context.rank, _chunk(size, context)
     mine, theirs = (torch.zeros(chunk, dtype=torch.uint8, device=device) for _ in range(2))
 
-    def hop() -> None:
+    def send_receive() -> None:
         sendrecv(mine, (rank + 1) % n, theirs, (rank - 1) % n, "probe", context).wait(context)
 
-    return hop, chunk
+    return send_receive, chunk
 
 
 def _chunk(size: int, context: ExchangeContext) -> int:

@@ -25,6 +25,7 @@ from laconic._cost import Bucket, Workload
 from laconic.errors import ConfigError
 from laconic.exchanges._policy import Chooser, policy_for
 from laconic.exchanges._preconditioner import Preconditioner, is_adaptive
+from laconic.integrations._ddp import as_comm_hook
 from laconic.kernels import backend
 from laconic.planner._probe_cluster import Clock, typical
 from laconic.planner._probe_codecs import Sample
@@ -174,6 +175,7 @@ def _step(
     return _Step(spans, tuple(moment - forward for moment in seen.ready))
 
 
+@as_comm_hook
 def _silent(state: _Seen, bucket: Any) -> Future[Tensor]:
     """Sends nothing; remembers when a bucket was ready, and once its gradients."""
     state.ready.append(time.perf_counter())
@@ -183,13 +185,6 @@ def _silent(state: _Seen, bucket: Any) -> Future[Tensor]:
     done: Future[Tensor] = Future()
     done.set_result(bucket.buffer())
     return done
-
-
-# DDP compares these with the objects themselves, which postponed annotations are not
-_silent.__annotations__ |= {
-    "bucket": dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
-    "return": Future[Tensor],
-}
 
 
 def _sample(

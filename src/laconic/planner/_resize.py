@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from laconic._cost import (
-    MAX_WORKERS,
     Cluster,
     CodecCost,
     LinearCost,
     Links,
     Workload,
+    check_workers,
     shared_levels,
 )
 from laconic.codecs import codec
@@ -34,8 +34,7 @@ def resized(
     n, per_node = cluster.workers, cluster.per_node
     if workers == n:
         return cluster, workload
-    if not 2 <= workers <= MAX_WORKERS:
-        raise ConfigError(f"a plan is for 2 to {MAX_WORKERS} workers, not {workers}")
+    check_workers(workers)
     if workers % per_node:
         raise ConfigError(
             f"{workers} workers do not fill nodes of {per_node}: give a multiple of {per_node}"

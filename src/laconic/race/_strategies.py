@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +15,7 @@ from laconic.integrations import compress
 from laconic.planner import Strategy
 from laconic.planner._auto import auto
 from laconic.race._result import PLAIN
-from laconic.schedules import SSD
+from laconic.schedules import SSD, Schedule
 
 SHORT = {
     "fp16": "fp16",
@@ -35,6 +35,7 @@ class Entry:
     name: str
     plan: Strategy | None
     text: str = ""  # its codec, as it was given
+    delayed: bool = False  # SSD, instead of an exchange at every step
 
     @property
     def strategy(self) -> str:
@@ -69,7 +70,7 @@ def entry(name: str) -> Entry:
             plan = Strategy(codec=codec, exchange=exchange)
         else:
             plan = Strategy(codec=codec, schedule="ssd", period=_PERIOD)
-        return Entry(name=name, plan=plan, text=codec)
+        return Entry(name=name, plan=plan, text=codec, delayed=delayed)
     except ConfigError as error:
         known = ", ".join(DEFAULT)
         raise ConfigError(
@@ -91,12 +92,19 @@ def entries(text: str) -> tuple[Entry, ...]:
     return found
 
 
-def turned_on(
-    one: Entry, model: nn.Module, optimizer: Optimizer, seed: int
-) -> tuple[nn.Module, Any, Any]:
-    """What to call, what to step, and what has counters (None for plain DDP)."""
+class Training(NamedTuple):
+    """A network that trains under a strategy."""
+
+    model: nn.Module
+    optimizer: Any  # what steps
+    handle: Any = None  # what has counters; plain DDP has none
+    schedule: Schedule | None = None  # what has global weights, where those of replicas differ
+
+
+def turned_on(one: Entry, model: nn.Module, optimizer: Optimizer, seed: int) -> Training:
+    """Train with a strategy."""
     plan = one.plan
-    if plan is not None and plan.schedule == "ssd":
+    if plan is not None and one.delayed:
         ssd = SSD(
             optimizer,
             model,
@@ -106,10 +114,10 @@ def turned_on(
             pull_codec=None if plan.codec == "none" else plan.codec,
             seed=seed,
         )
-        return model, ssd, ssd
+        return Training(model, ssd, ssd, ssd)
     replicas = DistributedDataParallel(model)
     if one.name == PLAIN:
-        return replicas, optimizer, None
+        return Training(replicas, optimizer)
     if plan is None:
-        return replicas, optimizer, auto(replicas, seed=seed)
-    return replicas, optimizer, compress(replicas, plan.spec, seed=seed)
+        return Training(replicas, optimizer, auto(replicas, seed=seed))
+    return Training(replicas, optimizer, compress(replicas, plan.spec, seed=seed))

@@ -31,7 +31,6 @@ from laconic.race._data import load, made
 from laconic.race._quantize import quantized
 from laconic.race._result import Settings
 from laconic.race._strategies import entry, turned_on
-from laconic.schedules import SSD
 
 _RAMP = 5  # steps of learning-rate warm-up
 _AT_ONCE = 1000  # test images
@@ -64,7 +63,7 @@ class Worker:
     def prepare(self, name: str) -> dict[str, Any]:
         """Turn a strategy on; ranks compare their settings."""
         self.begin()
-        self.model, self.optimizer, self.handle = turned_on(
+        self.model, self.optimizer, self.handle, self.schedule = turned_on(
             entry(name), self.network, self.plain, self.settings.seed
         )
         steps = self.settings.steps
@@ -85,8 +84,8 @@ class Worker:
             loss.backward()
             self.optimizer.step()
             self.decay.step()
-        if isinstance(self.optimizer, SSD):
-            self.optimizer.wait()
+        if self.schedule is not None:
+            self.schedule.wait()
         seconds, after = time.perf_counter() - start, self.counted()
         grown = {name: after[name] - before[name] for name in after}
         return {"seconds": seconds, "loss": loss.item(), **grown}
@@ -113,9 +112,8 @@ class Worker:
         return {"accuracy": right.item() / self.tests}
 
     def shared_weights(self) -> Any:
-        """SSD's replicas differ between steps."""
-        delayed = isinstance(self.optimizer, SSD)
-        return self.optimizer.global_weights() if delayed else nullcontext()
+        """Replicas of schedules differ between steps."""
+        return nullcontext() if self.schedule is None else self.schedule.global_weights()
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:

@@ -22,11 +22,11 @@ HATCH = {"shape": "/", "size": 6, "solidity": 0.25, "fgcolor": "card", "fillmode
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Plain text, the first column naming each row; `texts` counts the columns without numbers."""
+    """Plain text, the first column naming each row; `text_columns` of them have no numbers."""
 
     head: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
-    texts: int = 1
+    text_columns: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -244,7 +244,7 @@ def _cells(table: Table, row: tuple[str, ...]) -> str:
 
 
 def _kind(table: Table, column: int) -> str:
-    return "" if column < table.texts else ' class="number"'
+    return "" if column < table.text_columns else ' class="number"'
 
 
 def _strategies(view: View) -> str:

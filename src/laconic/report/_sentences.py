@@ -49,18 +49,18 @@ def parts(view: View) -> str:
     short = min(view.rows, key=lambda row: row.lane.step_s)
     lead = "" if view.shaped else "Measured without a set link rate: "
     base = view.baseline or (short if len(view.rows) == 1 else None)
-    told = []
+    clauses = []
     if base:
         step = f"{words.milliseconds(base.lane.step_s)}\u00a0ms"
-        told.append(
+        clauses.append(
             f"{'of' if lead else 'Of'} its {step} per step, {base.name} spends {_share(base)}"
         )
         if base is short and len(view.rows) > 1:
-            told[0] += ", and none is shorter"
+            clauses[0] += ", and none is shorter"
     if base is not short:
         step = f"{words.milliseconds(short.lane.step_s)}\u00a0ms"
-        told.append(f"{short.name}, the shortest with {step}, spends {_share(short)}")
-    return lead + "; ".join(told) + "."
+        clauses.append(f"{short.name}, the shortest with {step}, spends {_share(short)}")
+    return lead + "; ".join(clauses) + "."
 
 
 def codecs(points: Sequence[Quantized]) -> str:
@@ -79,7 +79,8 @@ def codecs(points: Sequence[Quantized]) -> str:
     )
     found = {name: bits for name, line in drawn.items() if (bits := _bits(line, at)) is not None}
     (best, fewest), *others = sorted(found.items(), key=lambda item: item[1])
-    sentence = f"At an error of {words.number(at, 2)}, {best} needs {_bits_text(fewest)} per value"
+    sentence = f"At an error of {words.number(at, 2)}, {best} needs "
+    sentence += f"{words.number(fewest, 2)} bits per value"
     if len(others) > 3:
         name, bits = others[0]
         sentence += f", the fewest; {name} is next with {words.number(bits, 2)}"
@@ -200,10 +201,6 @@ def _bits(line: list[Quantized], error: float) -> float | None:
             part = math.log(error / left.error) / math.log(right.error / left.error)
             return left.bits * (right.bits / left.bits) ** part
     return next((point.bits for point in line if point.error == error), None)
-
-
-def _bits_text(bits: float) -> str:
-    return f"{words.number(bits, 2)} bits"
 
 
 def _megabytes(value: float) -> str:

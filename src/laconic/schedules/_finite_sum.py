@@ -81,7 +81,9 @@ class _Samples:
         self._data = data
         if isinstance(self._columns, tuple):
             _check_columns(self._columns)
-        elif isinstance(data, dict) or not (hasattr(data, "__len__") and _indexed(data)):
+        elif isinstance(data, dict) or not all(
+            hasattr(data, name) for name in ("__len__", "__getitem__")
+        ):
             raise ConfigError(
                 "data must be a tensor, a tuple of tensors or a dataset with a length and samples "
                 f"by number, not {type(data).__name__}"
@@ -102,10 +104,6 @@ def _rows(column: Tensor, index: Sequence[int]) -> Tensor:
     if isinstance(index, range):
         return column[index.start : index.stop]
     return column[torch.tensor(index, device=column.device)]
-
-
-def _indexed(data: Any) -> bool:
-    return hasattr(data, "__getitem__")
 
 
 def _check_columns(columns: tuple[Any, ...]) -> None:

@@ -244,7 +244,7 @@ def push(
         out,
         places=_places(flat, context),
         uncompressed=[found_inf] * context.size,
-        rest_out=anywhere,
+        uncompressed_out=anywhere,
     )
     return anywhere
 

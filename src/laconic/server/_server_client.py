@@ -54,7 +54,7 @@ class ServerClient:
     ) -> None:
         self._flat, self._roles, self._pull_codec, self._whose = flat, roles, pull_codec, whose
         self._chunks = [Chunk(flat, s, roles.lane, seed, memory) for s in range(roles.servers)]
-        self._told: Settings | None = None
+        self._sent_settings: Settings | None = None
         self._scratch = Scratch()
         self.versions = [0] * roles.servers  # of the weights that were read last
         self.ratios = [0] * roles.servers  # that servers want of ndqsg; 0 before the first answer
@@ -66,12 +66,12 @@ class ServerClient:
 
     def start_push(self, push: Push, *, pull_from: int) -> None:
         """Send to all servers at once; those before `pull_from` answer with weights."""
-        self._tell(push.settings)
+        self._send_settings(push.settings)
         parts = self._flat.chunks(push.g)
         for number, (link, chunk, part) in enumerate(
             zip(self.links, self._chunks, parts, strict=True)
         ):
-            codec = self._as_told(push.codec, number)
+            codec = self._at_ratio(push.codec, number)
             data = chunk.encode(part, codec, push.step, self._roles.number, 0)
             flags = push.flags
             if number >= pull_from:
@@ -92,7 +92,7 @@ class ServerClient:
         self.ratios[number] = frame.number
         return frame
 
-    def _as_told(self, codec: Codec, server: int) -> Codec:
+    def _at_ratio(self, codec: Codec, server: int) -> Codec:
         """ndqsg at the ratio that a server has asked for; others are as they are."""
         if codec.nested is None:
             return codec
@@ -147,11 +147,11 @@ class ServerClient:
         for number in range(len(self.links)):
             self.ask(number, Kind.LEAVE)
 
-    def _tell(self, settings: Settings) -> None:
+    def _send_settings(self, settings: Settings) -> None:
         """Settings travel when they have changed."""
-        if settings == self._told:
+        if settings == self._sent_settings:
             return
         data = pack_settings(settings)
         for link in self.links:
             link.start(Frame(kind=Kind.SETTINGS, length=data.numel()), data)
-        self._told = settings
+        self._sent_settings = settings

@@ -45,7 +45,7 @@ def unbiased(subject: Subject) -> None:
     own = subject.fresh()
     if not own.unbiased:
         return
-    for told, x in vectors(subject).items():
+    for label, x in vectors(subject).items():
         errors = _errors(subject, x)
         n = errors.shape[0]
         gram = errors @ errors.T
@@ -55,7 +55,7 @@ def unbiased(subject: Subject) -> None:
         bias = float(pairs.mean())
         if bias > limit:
             size = math.sqrt(bias) / float(x.double().norm())
-            _biased(subject, f"{told} come back wrong by {size:.1%} on average over {n} keys")
+            _biased(subject, f"{label} come back wrong by {size:.1%} on average over {n} keys")
         ones = torch.ones_like(x)
         for way, along in {"x": x, "its signs": x.sign(), "(1, .., 1)": ones}.items():
             direction = along.double() / along.double().norm()
@@ -64,7 +64,7 @@ def unbiased(subject: Subject) -> None:
             room = _SIGMAS * spread + _ROUNDING * float(x.double().norm())
             if abs(float(parts.mean())) > room:
                 size = float(parts.mean()) / float(x.double().norm())
-                _biased(subject, f"{told}, along {way}, are off by {size:+.2%} over {n} keys")
+                _biased(subject, f"{label}, along {way}, are off by {size:+.2%} over {n} keys")
 
 
 def _biased(subject: Subject, what: str) -> None:
@@ -84,7 +84,7 @@ def variance(subject: Subject) -> None:
         bound = own.variance_bound(size)
         if bound is None:
             continue
-        for told, x in vectors(subject, max(size, 8)).items():
+        for label, x in vectors(subject, max(size, 8)).items():
             x = x[-size:] if size > 1 else x[:1] + 1.0
             power = float(x.double().square().sum())
             if not power:
@@ -95,7 +95,7 @@ def variance(subject: Subject) -> None:
                 broken(
                     own,
                     "E‖decoded - x‖²/‖x‖² is at most variance_bound",
-                    f"{told}, {size} of them, have {float(ratios.mean()):.4g} where "
+                    f"{label}, {size} of them, have {float(ratios.mean()):.4g} where "
                     f"variance_bound({size}) is {bound:.4g}",
                     "It is to hold for all inputs, the worst too; return None if you know no bound",
                 )

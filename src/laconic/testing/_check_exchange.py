@@ -80,12 +80,12 @@ def _carries(way: Exchange, own: Codec) -> bool:
     try:
         way.check(own)
     except ConfigError as error:
-        told = str(error)
-        if not re.search(rf"\b{re.escape(own.name)}\b", told):
+        text = str(error)
+        if not re.search(rf"\b{re.escape(own.name)}\b", text):
             broken(
                 way,
                 "a codec that is refused is told why",
-                f"the error for {own} is {told!r}",
+                f"the error for {own} is {text!r}",
                 "Name the codec, and one that works",
             )
         return False
@@ -198,11 +198,11 @@ class _Check:
         links = Links(ranks=self.size, allreduce=(FREE,), all_to_all=FREE, sendrecv=FREE)
         pair = Links(ranks=1, allreduce=(FREE,), all_to_all=FREE, sendrecv=FREE)
         cluster = Cluster(workers=self.size, flat=links, inside=pair, between=links)
-        told = self.way.sent_bytes(load, cluster)
-        if abs(told - counted) > 0.15 * counted + 200:
+        predicted = self.way.sent_bytes(load, cluster)
+        if abs(predicted - counted) > 0.15 * counted + 200:
             self._broken(
                 "cost predicts the bytes that are sent",
-                f"it says {told:.0f} per rank, and {counted:.0f} were counted",
+                f"it says {predicted:.0f} per rank, and {counted:.0f} were counted",
                 "A Move's nbytes are what one rank sends, headers and frames included",
             )
 

@@ -89,31 +89,31 @@ def shapes_and_dtypes(subject: Subject) -> None:
     """Empty, one, odd; fp32, fp16, bf16; not contiguous."""
     tensors = inputs(subject)
     tensors["a transposed matrix"] = subject.gaussian(33, 17).t()
-    for told, x in tensors.items():
+    for label, x in tensors.items():
         own, before = subject.fresh(), x.clone()
         wire = own.encode(x, _KEY)
         rule = "any tensor of the three dtypes comes back in its shape and dtype"
         if wire.shape != x.shape or wire.dtype != x.dtype or wire.header.numel != x.numel():
-            broken(own, rule, f"the wire of {told} says otherwise", "Look at _header")
+            broken(own, rule, f"the wire of {label} says otherwise", "Look at _header")
         y = subject.decode(own, wire, x)
         if y.shape != x.shape or y.dtype != x.dtype or y.device != x.device:
             got = f"{tuple(y.shape)}, {y.dtype}, {y.device}"
-            broken(own, rule, f"{told} came back as {got}", "Write into into.out, in its shape")
+            broken(own, rule, f"{label} came back as {got}", "Write into into.out, in its shape")
         if not torch.isfinite(y).all():
-            broken(own, rule, f"{told}, all finite, came back with NaN or infinity", "")
+            broken(own, rule, f"{label}, all finite, came back with NaN or infinity", "")
         if not torch.equal(x, before):
-            broken(own, "encoding leaves its input alone", f"it changed {told}", "Copy first")
+            broken(own, "encoding leaves its input alone", f"it changed {label}", "Copy first")
 
 
 def zeros(subject: Subject) -> None:
     """All zeros decode to zeros."""
-    for told, x in inputs(subject).items():
+    for label, x in inputs(subject).items():
         y = subject.round_trip(torch.zeros_like(x), _KEY)
         if y.count_nonzero():
             broken(
                 subject.fresh(),
                 "zeros decode to zeros",
-                f"of {told}, all zero, {int(y.count_nonzero())} came back as something else",
+                f"of {label}, all zero, {int(y.count_nonzero())} came back as something else",
                 "Mind a scale of 0, and dithers that are taken off: parameters without a gradient "
                 "would move",
             )
@@ -138,21 +138,21 @@ def not_finite(subject: Subject) -> None:
 
 def sizes(subject: Subject) -> None:
     """nbytes is the length of a wire, or where that varies no less."""
-    for told, x in inputs(subject).items():
+    for label, x in inputs(subject).items():
         own = subject.fresh()
         wire, most = own.encode(x, _KEY), own.nbytes(x.numel(), x.dtype)
         rule = "nbytes is the length of a wire, or where it varies the most that it can be"
         length = wire.nbytes
         if length > most or (length != most and not own.varies):
-            what = f"the wire of {told} has {length} bytes, nbytes says {most}"
+            what = f"the wire of {label} has {length} bytes, nbytes says {most}"
             broken(own, rule, what, "Count bytes in one place, and use it in _header's body_bytes")
         if wire.data.numel() != length or wire.data.dtype != torch.uint8:
-            broken(own, rule, f"wire.data of {told} has {wire.data.numel()} bytes", "")
+            broken(own, rule, f"wire.data of {label} has {wire.data.numel()} bytes", "")
 
 
 def same_key(subject: Subject) -> None:
     """The same key makes the same bytes, in whatever buffer."""
-    for told, x in inputs(subject).items():
+    for label, x in inputs(subject).items():
         wires = []
         for filling in (0xAA, 0x55):
             own = subject.fresh()
@@ -163,7 +163,7 @@ def same_key(subject: Subject) -> None:
             broken(
                 subject.fresh(),
                 "the same input and key make the same bytes",
-                f"two wires of {told} differ",
+                f"two wires of {label} differ",
                 "Draw from the key (laconic.codecs.uniform), not from torch's generator, and write "
                 "every byte of the body, padding too",
             )
@@ -212,7 +212,7 @@ def other_keys(subject: Subject) -> None:
 
 def bytes_alone(subject: Subject) -> None:
     """A receiver has the bytes, the key, shape and dtype, and nothing else."""
-    for told, x in inputs(subject).items():
+    for label, x in inputs(subject).items():
         own = subject.fresh()
         wire = own.encode(x, _KEY)
         here = subject.decode(own, wire, x)
@@ -221,7 +221,7 @@ def bytes_alone(subject: Subject) -> None:
             broken(
                 own,
                 "a wire is decoded from its bytes, key, shape and dtype alone",
-                f"the wire of {told} decodes otherwise where it was received",
+                f"the wire of {label} decodes otherwise where it was received",
                 "Put what decoding needs into the body, or derive it from key and settings",
             )
 
@@ -237,15 +237,15 @@ def into_others(subject: Subject) -> None:
         for add, weight in ((False, 1.0), (False, 0.25), (True, 1.0), (True, -0.5)):
             out = base.clone()
             got = subject.decode(own, wire, x, out=out, add=add, weight=weight)
-            told = f"out of {dtype}, add={add}, weight={weight}"
+            label = f"out of {dtype}, add={add}, weight={weight}"
             if got.data_ptr() != out.data_ptr():
                 broken(
-                    own, rule, f"with {told} the result is another tensor", "Use into.put(value)"
+                    own, rule, f"with {label} the result is another tensor", "Use into.put(value)"
                 )
             want = weight * y + (base.double() if add else 0)
             room = max(_CLOSE, torch.finfo(dtype).eps) * (want.abs() + y.abs().max())
             if ((got.double() - want).abs() > room).any():
-                broken(own, rule, f"with {told} it is not so", "Use into.put(value)")
+                broken(own, rule, f"with {label} it is not so", "Use into.put(value)")
 
 
 def damaged(subject: Subject) -> None:
@@ -275,15 +275,17 @@ def damaged(subject: Subject) -> None:
     wrong["that says it is longer, and is"] = torch.cat(
         [_head(longer, good), good[HEADER_BYTES:], more]
     )
-    for told, data in wrong.items():
-        _refused(subject, own, told, lambda data=data: _parsed(data, x), x)
+    for label, data in wrong.items():
+        _refused(subject, own, label, lambda data=data: _parsed(data, x), x)
     other = subject.gaussian(1001)
     _refused(subject, own, "of another length", lambda: _parsed(good, other), other)
     half = x.half()
     _refused(subject, own, "of another dtype", lambda: _parsed(good, half), half)
 
 
-def _refused(subject: Subject, own: Codec, told: str, parse: Callable[[], Wire], x: Tensor) -> None:
+def _refused(
+    subject: Subject, own: Codec, label: str, parse: Callable[[], Wire], x: Tensor
+) -> None:
     try:
         subject.decode(subject.fresh(), parse(), x)
     except WireError:
@@ -291,7 +293,7 @@ def _refused(subject: Subject, own: Codec, told: str, parse: Callable[[], Wire],
     broken(
         own,
         "bytes that no encoder wrote raise WireError",
-        f"a wire {told} was decoded",
+        f"a wire {label} was decoded",
         "Let Codec.encode and Codec.decode do their part: override _header, _write and _read only, "
         "and put all settings that change bytes into the header",
     )

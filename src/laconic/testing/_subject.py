@@ -17,7 +17,7 @@ SHAPES = ((0,), (), (1,), (3,), (127,), (513,), (5, 7, 11))
 
 
 class RuleError(AssertionError):
-    """A rule that was broken: which, by what, and how to mend it."""
+    """A rule that was broken: which, by what, and how to fix it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,10 @@ class Subject:
         return torch.equal(self.round_trip(x, Key()), x)
 
 
-def broken(own: object, rule: str, what: str, mend: str) -> NoReturn:
+def broken(own: object, rule: str, what: str, advice: str) -> NoReturn:
     """Raise RuleError: which rule a codec, exchange or schedule breaks, how to fix it."""
-    told = str(own) if isinstance(getattr(own, "name", None), str) else type(own).__name__
-    raise RuleError(f"{told} breaks the rule that {rule}: {what}. {mend}".strip())
+    name = str(own) if isinstance(getattr(own, "name", None), str) else type(own).__name__
+    raise RuleError(f"{name} breaks the rule that {rule}: {what}. {advice}".strip())
 
 
 def inputs(subject: Subject) -> dict[str, Tensor]:
@@ -67,8 +67,8 @@ def inputs(subject: Subject) -> dict[str, Tensor]:
     found = {}
     for dtype in DTYPES:
         for shape in SHAPES:
-            told = f"{str(dtype).removeprefix('torch.')} values of shape {shape}"
-            found[told] = subject.gaussian(*shape, seed=len(found), dtype=dtype)
+            label = f"{str(dtype).removeprefix('torch.')} values of shape {shape}"
+            found[label] = subject.gaussian(*shape, seed=len(found), dtype=dtype)
     return found
 
 
