@@ -72,7 +72,7 @@ class Broken(lc.AllGather):
         ("nan", "not finite"),
         ("empty", "IndexError: chunk 0"),
         ("cost", "cost predicts the bytes"),
-        ("refuses", "refused is told why"),
+        ("refuses", "is refused names it"),
     ],
 )
 def test_what_is_wrong_is_found(how: str, rule: str) -> None:

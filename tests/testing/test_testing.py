@@ -445,7 +445,7 @@ def test_a_text_must_name_the_codec() -> None:
             return "sounds"
 
     lc.register_codec(Mumbles)
-    with pytest.raises(AssertionError, match="its text names it"):
+    with pytest.raises(AssertionError, match="its spec string names it"):
         check_codec(Mumbles())
 
 

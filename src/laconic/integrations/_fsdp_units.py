@@ -249,7 +249,7 @@ class Unit:
             if self._layouts[key] is None:
                 warnings.warn(
                     f"FSDP reduces {room} values per rank for {self.name or 'the root module'}, "
-                    "from which their parameters cannot be inferred: they travel uncompressed. Some "
+                    "and not for which parameters: these travel uncompressed. Some "
                     "have no gradient: set_reduce_scatter_unused_params(True), where torch has it, "
                     "gives them zeros",
                     stacklevel=2,

@@ -1,4 +1,4 @@
-"""The planner: measure a cluster (probe), predict what strategies take there (plan), choose (auto).
+"""The planner: measure a cluster (probe), predict step times of strategies (plan), choose (auto).
 
 torchrun ... -m laconic probe --out probe.json        laconic plan --probe probe.json
 """

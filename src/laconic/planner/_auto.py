@@ -1,4 +1,4 @@
-"""`lc.compress(model, "auto")`: measure, choose, tell why; plain DDP is among the candidates."""
+"""`lc.compress(model, "auto")`: measure, choose, report why; plain DDP is a candidate."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from laconic.planner._auto_schedule import (
     TrialSchedule,
 )
 
-ERROR = 0.08  # of the mean: what training does not notice
+ERROR = 0.08  # of the mean: training is not affected
 _WIDTHS = (2, 3, 4, 8)
 _MAX_SUMMED = 127  # ranks: more do not fit into int8
 _DELAY = 2  # steps from sharing numbers to using them
@@ -64,7 +64,7 @@ def auto(
     timeout_s: float | None = None,
     timer: StepTimer | None = None,
 ) -> Auto:
-    """Exchange a DDP model's gradients in the way that is found to be fastest.
+    """Exchange a DDP model's gradients by the strategy that measures fastest.
 
     `error` (0.08) is the largest relative squared error of the averaged gradient; `candidates` are
     specs to choose from instead of the usual ones, and plain DDP is always among them. Without
@@ -100,7 +100,7 @@ def auto(
 def _families(
     model: DistributedDataParallel, error: float | None, candidates: Sequence[str] | None
 ) -> list[list[str]]:
-    """Specs beside plain DDP; of each list, the first that fits the error is tried."""
+    """Specs in addition to plain DDP; of each list, the first within the error is tried."""
     if candidates is not None:
         if isinstance(candidates, str) or not all(isinstance(one, str) for one in candidates):
             raise ConfigError(
@@ -123,7 +123,7 @@ def _group_of(model: DistributedDataParallel) -> dist.ProcessGroup:
 
 
 class Auto:
-    """What the hook of an "auto" model knows; `lc.compress(model, "auto")` makes one.
+    """The state of an "auto" model's hook; `lc.compress(model, "auto")` makes one.
 
     One hook hands each bucket to the strategy of the step (`TrialSchedule`). Strategies share
     threads and process groups; numbers that ranks compare travel as the strategy's buckets do,
@@ -167,8 +167,8 @@ class Auto:
         self._profiler = GradientProfiler(
             self._states[PLAIN_DDP], candidates.measurable, self._timer.now
         )
-        self._action: StepAction | None = None  # what is done in the step that is under way
-        self._gathered: dict[int, RankNumbers] = {}  # by the step that they are for
+        self._action: StepAction | None = None  # of the current step
+        self._gathered: dict[int, RankNumbers] = {}  # by the step that uses them
         self._plain_bytes = self._profiled_bytes = 0
 
     @property
@@ -198,7 +198,7 @@ class Auto:
         )
 
     def close(self) -> None:
-        """Give threads, connections and process groups back; on all ranks, after the last step.
+        """Release threads, connections and process groups; on all ranks, after the last step.
 
         It also happens when the process ends.
         """
@@ -230,14 +230,14 @@ class Auto:
         plain = self._states[PLAIN_DDP]
         if bucket.index() == 0:
             raise_after_backward(plain.lanes)
-            if not in_backward():  # nor do those strategies count that others use meanwhile
+            if not in_backward():  # other strategies do not count passes meanwhile
                 for state in self._states.values():
                     state.optimizers.passes = None
         step = self._schedule.step + (self._action is None)
         return plain.order.exchange(bucket, step, self._exchange)
 
     def _exchange(self, bucket: Bucket) -> Future[Tensor]:
-        """The strategy of the step takes a bucket."""
+        """Exchange a bucket by the step's strategy."""
         buffer, last, plain = bucket.buffer, bucket.is_last, self._states[PLAIN_DDP]
         action = self._action or self._begin()
         if action.gather is not None and not buffer.is_sparse:
@@ -264,7 +264,7 @@ class Auto:
         return comm_hook(self._states[PLAIN_DDP], bucket)
 
     def _begin(self) -> StepAction:
-        """A step's first bucket is there: what is to be done with this step?"""
+        """At a step's first bucket: decide what this step does."""
         schedule = self._schedule
         numbers = self._gathered.pop(schedule.step + 1, None)
         self._action = action = schedule.next(None if numbers is None else numbers.table())
@@ -284,7 +284,7 @@ class Auto:
         return added.then(self._ended if last else lambda done: done.value()[0])
 
     def _sparse(self, bucket: Bucket, last: bool) -> Future[Tensor]:
-        """No strategy encodes it."""
+        """A sparse bucket, which no strategy encodes."""
         done = exchange_bucket(self._states[PLAIN_DDP], replace(bucket, is_last=False))
         if last:
             done.add_done_callback(lambda _: self._timer.end())
@@ -295,7 +295,7 @@ class Auto:
         return done.value()[0]
 
     def _share(self, spec: str, gather: Gather, bucket: Bucket) -> None:
-        """Own numbers to all ranks, before the last bucket and in the way that it will go."""
+        """Own numbers to all ranks, before the last bucket and by the same strategy."""
         lane = None
         if spec != PLAIN_DDP:
             own = self._states[spec].lanes
@@ -323,7 +323,7 @@ class Auto:
             state.session.scratch, state.order = scratch, order
 
     def _release(self) -> None:
-        """Free buffers that the choice may not need, and what all others remember."""
+        """Free buffers that the choice may not need, and the memory of all others."""
         self._share_buffers()
         for spec, state in self._states.items():
             if spec != self.choice:
@@ -332,7 +332,7 @@ class Auto:
 
 @as_comm_hook
 def _hook(state: Auto, bucket: Any) -> Future[Tensor]:
-    """DDP's hook: returns at once, but for steps that decide."""
+    """DDP's hook: returns at once, except in steps that decide."""
     if isinstance(bucket, tuple):
         return state.one_by_one(bucket)
     return state.exchange(bucket)

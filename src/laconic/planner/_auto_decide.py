@@ -1,4 +1,4 @@
-"""What auto concludes from measurements: pure functions, with the same answer on every rank."""
+"""Auto's decisions from measurements: pure functions, with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from laconic.schedules._costs import EVERY_STEP, Scenario
 PLAIN_DDP = "none"  # by the spec of its codec
 MARGIN = 0.03  # of a step: less is no difference
 MAX_TRIED = 4  # candidates beside plain DDP
-_DOUBT = 1.1  # a candidate is tried unless it is predicted to be slower than plain DDP by this
+_DOUBT = 1.1  # a candidate is tried unless predicted to be slower than plain DDP by this factor
 
 Table = Sequence[Sequence[float]]  # every rank's numbers, in order of ranks
 
@@ -51,7 +51,7 @@ class Candidate:
 
     @property
     def measurable(self) -> bool:
-        """Whether a single encoding tells its error: not with residuals or side information."""
+        """Whether a single encoding shows its error: not with residuals or side information."""
         return not (self.codec.residuals or self.codec.side_information)
 
 
@@ -83,7 +83,7 @@ class GradientProfile:
 
     square: float  # ‖x‖²
     mean_square: float  # ‖mean over ranks‖²
-    encoded: float  # values that are worth it
+    encoded: float  # values that are worth encoding
     uncompressed_bytes: float  # of all others
     plain_bytes: float  # of all, as they are
     last_share: float  # the last bucket's part of these
@@ -108,7 +108,7 @@ class GradientProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateReport:
-    """What auto knows of a candidate."""
+    """A candidate's predictions and measurements."""
 
     spec: str
     error: float | None  # NMSE of the mean; None where it cannot be measured
@@ -185,7 +185,7 @@ def steps_of(table: Table) -> list[float]:
 
 
 def exposed_enough(plain: PlainStep) -> bool:
-    """Whether there is anything to win on any rank."""
+    """Whether communication is exposed enough on any rank to gain anything."""
     return plain.most_exposed >= MARGIN * plain.step
 
 
@@ -205,15 +205,15 @@ def scenario_of(
     plain: PlainStep,
     kappa: float,
 ) -> Scenario:
-    """What every rank has found, in the terms of the planner's model.
+    """The measurements of all ranks, in the terms of the planner's model.
 
-    A plain step's communication W is hidden behind backward as far as it can be, H seconds, but
-    for the last bucket's share λ of it, and X is exposed: X = max(λ·W, W - H). So
+    A plain step's communication W overlaps with backward as far as possible, H seconds, except
+    the last bucket's share λ of it, and X is exposed: X = max(λ·W, W - H). So
 
         W = min(X/λ, X + H)
 
     and the bytes of a plain all-reduce over W are the speed of links, starts included: two buckets,
-    λ of the gradients in the last one. Codecs run in the thread of communication, beside backward;
+    λ of the gradients in the last one. Codecs run in the communication thread, beside backward;
     their bits and errors are those of the mean rank, their seconds those of the slowest.
     """
     n, exposed, share = len(profiles), plain.exposed, sizes.last_share
@@ -269,7 +269,7 @@ def judge(
     plain: PlainStep,
     kappa: float,
 ) -> CandidateReport:
-    """What is expected of a candidate; no more than its error if its exchange tells no cost.
+    """The prediction for a candidate; its error alone if its exchange has no cost.
 
     A codec that has an error budget keeps it. The mean's own encoding is taken to have the error
     that a gradient's has.
@@ -293,7 +293,7 @@ def judge(
 
 
 def within(one: CandidateReport, budget: float) -> bool:
-    """Whether its error is known and fits, or no error was asked for."""
+    """Whether its error is known and within the budget, or the budget is infinite."""
     return math.isinf(budget) or (one.error is not None and one.error <= budget)
 
 
@@ -303,9 +303,9 @@ def to_try(
     budget: float,
     plain: PlainStep,
 ) -> list[str]:
-    """Of every family the first that fits the budget; of these, the four that promise most.
+    """Of every family the first within the budget; of these, the four with the best predictions.
 
-    Those that promise least come first: the best one is on when the trial ends.
+    The worst prediction comes first: the best one is in use when the trial ends.
     """
     known = {one.spec: one for one in candidates if within(one, budget)}
     fitting = (next((known[spec] for spec in family if spec in known), None) for family in families)
@@ -318,7 +318,7 @@ def to_try(
 
 
 def decide(plain: PlainStep, tried: Sequence[CandidateReport]) -> str:
-    """Of those within 3% of the fastest the one with the least error; plain DDP has none."""
+    """Of those within 3% of the fastest, the one with the least error; plain DDP has none."""
     errors: Mapping[str, float] = {PLAIN_DDP: 0.0} | {
         one.spec: math.inf if one.error is None else one.error for one in tried
     }
@@ -331,7 +331,7 @@ def decide(plain: PlainStep, tried: Sequence[CandidateReport]) -> str:
 
 
 def doubtful(plain: PlainStep, winner: CandidateReport) -> bool:
-    """Whether any step of the winner took as long as one of plain DDP's: noise may have won."""
+    """Whether any step of the winner took as long as one of plain DDP's: it may be noise."""
     return winner.slowest is not None and winner.slowest >= plain.fastest
 
 

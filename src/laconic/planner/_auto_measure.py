@@ -1,4 +1,4 @@
-"""What auto measures: times of steps, codecs on a step's gradients; and numbers of all ranks."""
+"""Auto's measurements: times of steps, codecs on a step's gradients; and all ranks' numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_VALUES = 1 << 22  # copied and encoded
 _TIMED = 2  # runs, of which the faster one counts, after one that compiles
 
 
-# Times of steps: the host's clock on a CPU; events on CUDA, which nobody waits for until asked
+# Times of steps: the host's clock on a CPU; events on CUDA, which are read later, without a wait
 
 
 @dataclass
@@ -56,25 +56,25 @@ class StepTimer:
         self._steps: deque[_Step] = deque(maxlen=_MAX_STEPS)
 
     def now(self) -> float:
-        """Seconds; all that is on the device's current stream has happened."""
+        """Seconds, after all work on the device's current stream."""
         if self._cuda:
             torch.cuda.current_stream(self._device).synchronize()
         return time.perf_counter()
 
     def first(self, spec: str) -> None:
-        """The first bucket of a step is handed over."""
+        """At the hook call of a step's first bucket."""
         self._steps.append(_Step(spec, self._stamp()))
 
     def last(self) -> None:
-        """The last one is."""
+        """At that of its last one."""
         self._steps[-1].last = self._stamp()
 
     def end(self) -> None:
-        """Its exchange is over, or on CUDA is so where the current stream now is."""
+        """At the end of its exchange, on CUDA in the order of the current stream."""
         self._steps[-1].end = self._stamp()
 
     def times(self, spec: str, count: int) -> list[float]:
-        """Seconds of the newest so many steps of a strategy, after its first; NaN for missing."""
+        """Seconds of a strategy's newest `count` steps, without its first; NaN for missing ones."""
         found = [
             _between(a.last, b.last)
             for a, b in pairwise(self._steps)
@@ -93,12 +93,12 @@ class StepTimer:
         return _newest([_between(step.first, step.last) for step in mine], count)
 
     def typical(self, spec: str) -> float:
-        """The median step of a strategy, of those that the device is known to have done."""
+        """The median step of a strategy, of those that the device has finished."""
         found = [seconds for seconds in self.times(spec, _MAX_STEPS) if math.isfinite(seconds)]
         return statistics.median(found) if found else math.nan
 
     def settle(self) -> None:
-        """Wait until the device has come to the newest hook call: times are then all there."""
+        """Wait for the device up to the newest hook call: all times are then known."""
         if self._cuda and self._steps and self._steps[-1].last is not None:
             self._steps[-1].last.synchronize()
 
@@ -111,7 +111,7 @@ class StepTimer:
 
 
 def _between(start: Any, end: Any) -> float:
-    """Seconds; NaN where a device has not come so far."""
+    """Seconds; NaN where a device is not there yet."""
     if isinstance(start, float):
         return end - start
     return 1e-3 * start.elapsed_time(end) if start.query() and end.query() else math.nan
@@ -126,7 +126,7 @@ def _newest(values: list[float], count: int) -> list[float]:
 
 @dataclass
 class _Sample:
-    """Values of this rank, and what codecs need to know of them."""
+    """Values of this rank, with the arguments that codecs need."""
 
     values: Tensor
     segments: list[int]
@@ -138,7 +138,7 @@ class _Sample:
 class GradientProfiler:
     """Buckets of one step become their mean in lanes' threads, and their norms are kept.
 
-    The largest group of a step is copied before. When training has gone on, every candidate's codec
+    The largest group of a step is copied before. While training continues, every candidate's codec
     encodes and decodes that copy: its error, bits and seconds.
     """
 
@@ -176,7 +176,7 @@ class GradientProfiler:
         return done
 
     def wait(self) -> GradientProfile:
-        """What was found, once all of it is; NaN for codecs if there was nothing to encode."""
+        """The results, when complete; NaN for codecs if there was nothing to encode."""
         if self._ready is not None:
             self._ready.wait()
         norms = [norm.double().cpu() for norm in self._norms.values()]
@@ -220,7 +220,7 @@ class GradientProfiler:
         lane.seconds += time.perf_counter() - began
 
     def _units(self, buffer: Tensor, group: CodecGroup) -> AbstractContextManager[Tensor]:
-        """What codecs would encode."""
+        """The values that codecs would encode."""
         state = self._state
         return gathered(buffer, group.slices, state.session.scratch, state.preconditioner)
 
@@ -245,7 +245,7 @@ class GradientProfiler:
         sample = samples.pop()
         own, mean = self._norms[sample.group].tolist()
         power = (mean / own) ** 2 if own > 0 else 0.0
-        kappa = min(power, 1.0) if power > 0 else 1 / sample.ranks  # NaN is no value
+        kappa = min(power, 1.0) if power > 0 else 1 / sample.ranks  # also for NaN
         self._profiles = tuple(
             _profiled(one.codec, one.exchange, sample, norm, kappa, self._now)
             for one, norm in zip(self._candidates, sample.norms, strict=True)

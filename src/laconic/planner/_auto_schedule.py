@@ -1,4 +1,4 @@
-"""What auto does at each step: the schedule of its trials, as a generator that no clock drives."""
+"""The schedule of auto's trials, step by step, as a generator without a clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNMEASURED = 2  # steps: DDP rebuilds its buckets after the first
 MEASURED = 3  # steps of every candidate, after one that is not
 CHECK = 100  # steps between two looks at the step time
 _MAX_PROFILED = 3  # steps, until gradients are finite
-_DRIFT = 0.15  # of the step time: more is another network, or another model
+_DRIFT = 0.15  # of the step time: more means a changed network or model
 _TRIAL = 2_000  # steps until all are tried again, the first time
 
 
@@ -54,7 +54,7 @@ class StepAction:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """What takes part. Of every family of candidates the first within `error` is tried."""
+    """The candidates. Of every family the first within `error` is tried."""
 
     families: tuple[tuple[Candidate, ...], ...]
     error: float = math.inf
@@ -82,12 +82,12 @@ class TrialSchedule:
        If steps of the winner and of plain DDP overlap, both are measured once more, and the
        winner's slower time must beat plain DDP's faster one.
     4. The choice is kept. Every 100 steps ranks compare the time of a step; where it has moved by
-       15%, or a compressed step takes longer than a plain one did, all begins again. So it does
-       after 2,000 steps, then after 4,000 more, and so on. A trial that confirms the choice makes
-       drift wait twice as long for the next one.
+       15%, or a compressed step takes longer than a plain one did, a new trial begins. So it does
+       after 2,000 steps, then after 4,000 more, and so on. A trial that confirms the choice doubles
+       the time before drift can start the next one.
 
-    `next` is given the table that was asked for two steps before. All ranks get the same tables
-    and so act alike.
+    `next` takes the table whose `Gather` was two steps before. All ranks get the same tables and
+    so act alike.
     """
 
     choice: str
@@ -96,8 +96,8 @@ class TrialSchedule:
     def __init__(self, candidates: Candidates, warmup_steps: int = 0) -> None:
         self.candidates = candidates
         self.choice, self.report = PLAIN_DDP, None
-        self.step = -1  # the one that is under way
-        self.news: Report | None = None  # a decision that was not told yet
+        self.step = -1  # the current one
+        self.news: Report | None = None  # a decision that was not reported yet
         self._decided = False
         self._reference: float | None = None  # seconds of a step of the choice, from many steps
         self._rival = math.inf  # seconds of a plain step, where plain DDP was not chosen
@@ -105,7 +105,7 @@ class TrialSchedule:
         self._steps = self._run(max(UNMEASURED, warmup_steps))
 
     def next(self, table: Table | None = None) -> StepAction:
-        """What the next step does; `table` if one is due."""
+        """The next step's action; `table` if one is due."""
         self.step += 1
         return self._steps.send(table)
 
@@ -182,7 +182,7 @@ class TrialSchedule:
     def _judged(
         self, ranks: Sequence[GradientProfile], plain: PlainStep
     ) -> tuple[float, tuple[CandidateReport, ...]]:
-        """κ, and what is expected of every candidate."""
+        """κ, and the prediction for every candidate."""
         kappa = kappa_of([(one.square, one.mean_square) for one in ranks])
         if not ranks[0].encoded:
             return kappa, ()
@@ -233,7 +233,7 @@ class TrialSchedule:
         }
 
     def _hold(self) -> Steps:
-        """Until there is a reason for another trial."""
+        """Until another trial is due."""
         while True:
             gather = Gather("window", (self.choice,))
             table = yield from self._gathered(gather, self.choice, CHECK - 2)
@@ -246,7 +246,7 @@ class TrialSchedule:
                 return
 
     def _moved(self, now: float) -> bool:
-        """Whether this step time asks for a new trial. The first one becomes the reference."""
+        """Whether this step time requires a new trial. The first one becomes the reference."""
         if not math.isfinite(now):
             return False
         if self._reference is None:
@@ -257,7 +257,7 @@ class TrialSchedule:
     def _gathered(
         self, gather: Gather, spec: str, before: int = 0
     ) -> Generator[StepAction, Table | None, Table]:
-        """So many steps, one at whose end numbers are shared, and one more: then they are there."""
+        """`before` steps, one at whose end numbers are shared, and one more: then they arrive."""
         for _ in range(before):
             yield StepAction(spec)
         yield StepAction(spec, gather=gather)

@@ -1,4 +1,4 @@
-"""Clusters and models on paper: what nobody has measured yet.
+"""Clusters and models on paper: predictions without measurements.
 
 n ranks on K nodes of L; a node's NIC has β bytes/s (0.85 of its rate) for its L ranks together and
 latency α; inside, each rank has β_in and α_in. k = K if K > 1 else 0 of a ring's n links leave a
@@ -12,11 +12,11 @@ s = 2(n-1)/n·S.
                  two below) and a leaf of the other (S/2 up), so it sends 2·S = n/(n-1)·s:
                      start 2·⌈log2 K⌉·α + 2·⌈log2 L⌉·α_in,  speed min(β, β_in)·(n-1)/n
                  The faster counts. Gloo has the ring only.
-    swap         (n-L)/(n-1) of a rank's bytes leave the node, the rest stays inside:
+    all-to-all   (n-L)/(n-1) of a rank's bytes leave the node, the rest stays inside:
                      start α + (n-2)·m,  speed min(β·(n-1)/(L·(n-L)), β_in·(n-1)/(L-1))
                  m is what one more message costs: 2 µs on NCCL (assumed), α on Gloo
-    hop          as if all ranks of a node sent elsewhere at once: start α, speed β/L. So they do in
-                 a tree's hops of L ranks and more; for a ring and shorter hops it is too slow
+    sendrecv     as if all ranks of a node sent elsewhere at once: start α, speed β/L. So they do in
+                 a tree's rounds of L ranks and more; for a ring and shorter rounds it is too slow
     inside       the same with one node of L ranks
     between      K ranks, one on each node, while all L lanes are in use: β/L each, alone on a node
 
@@ -62,7 +62,7 @@ from laconic.planner._machine_catalog import (
     Machine,
 )
 
-_MESSAGE_S = 2e-6  # one more message of a swap, on NCCL
+_MESSAGE_S = 2e-6  # one more message of an all-to-all, on NCCL
 _BUCKET_BYTES, _MOST_BUCKETS = 25 << 20, 32
 _ENCODED = 0.995  # of values are worth it: matrices, not biases and norms
 _FORWARD = 1 / 3  # of the computation
@@ -72,7 +72,7 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Paper:
-    """A cluster of so many workers, by the figures of its machines."""
+    """A cluster of `workers` workers, by the figures of its machines."""
 
     machine: Machine
     workers: int
@@ -97,7 +97,7 @@ class Paper:
         return self.machine.link_bit_s
 
     def cluster(self, times: float = 1.0) -> Cluster:
-        """By the equations above, with NICs so many times as fast."""
+        """By the equations above, with NICs `times` times as fast."""
         figures, n = self.machine, self.workers
         per_node = min(figures.per_node, n)
         backend = "gloo" if figures.device == "cpu" else "nccl"
@@ -165,7 +165,7 @@ def _levels(ranks: int) -> int:
 
 
 def _device(name: str) -> Device:
-    """A GPU is full with one task, and NCCL takes little of it; a CPU has a core for who talks."""
+    """One task fills a GPU, and NCCL takes little of it; a CPU has a core for communication."""
     memory = MEMORY[name]
     if memory is None:
         return Device(slots=2.0, copy=_line(COPY_US, CPU_COPY_MS))
@@ -246,7 +246,7 @@ def _bits_at(one: Figures, error: float) -> float:
 
 
 def paper_workload(params: int, compute_s: float, dtype: str = "fp32") -> Workload:
-    """A model of so many parameters whose step takes so long alone.
+    """A model of `params` parameters whose step takes `compute_s` without communication.
 
     A third is forward, the rest backward, in which DDP's buckets of 25 MiB become ready evenly.
     There are 32 at most: larger models are assumed to have larger ones (DDP's `bucket_cap_mb`).

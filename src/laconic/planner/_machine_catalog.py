@@ -1,8 +1,8 @@
 """Figures for clusters on paper: machines as their makers describe them, codecs as measured.
 
 Public figures are upper ends; of a NIC's rate 0.85 is assumed to be reached (headers, and what NCCL
-loses). Latencies are nobody's promise: they are what a message of a collective is assumed to take
-from one process to another, library included. A probe is better than all of this.
+loses). Latencies are assumptions: the time of a collective's message from one process to another,
+library included. A probe is better than all of this.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _RDMA, _EFA, _TCP = 10 * _US, 20 * _US, 50 * _US
 
 
 def node(device: str, per_node: int, link_bit_s: float, latency_s: float) -> Machine:
-    """A node with so many of a device, and NVLink between them if the device has it."""
+    """A node with `per_node` devices, and NVLink between them if the device has it."""
     own = Machine(device=device, per_node=per_node, link_bit_s=link_bit_s, latency_s=latency_s)
     if device not in NVLINK:
         return own
@@ -133,8 +133,8 @@ GPU_NORM_US, GPU_REDUCE_US, COPY_US = 38.0, 115.0, 10.0  # the last is assumed
 CPU_NORM_US, CPU_REDUCE_US = 55.0, 184.0
 CPU_NORM_PER_S, CPU_REDUCE_PER_S = 4.7e9, 3.4e9  # values
 
-# fp16 and bf16 move 6 bytes a value on a GPU where a copy moves 8. ecdq at 0.08 spends 0.04 on each
-# way: of the rows at 0.083 and 0.01 the slower is taken, and for 0.02 as well.
+# fp16 and bf16 move 6 bytes per value on a GPU where a copy moves 8. ecdq at 0.08 spends 0.04 on
+# each way: of the rows at 0.083 and 0.01 the slower is taken, and for 0.02 as well.
 CODECS: tuple[Figures, ...] = (
     Figures(
         spec="fp16",

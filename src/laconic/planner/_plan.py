@@ -20,7 +20,7 @@ from laconic.schedules._costs import schedule_costs
 
 PLAIN_DDP = Strategy()
 SLOWEST_BIT_S, FASTEST_BIT_S = 1e3, 100e12
-_NEAR = 1.03  # times faster: less is not worth a line of code, or this model's trust
+_NEAR = 1.03  # times faster: less is not worth it, nor beyond this model's precision
 _PRECISION = 0.01  # of a break-even rate
 
 At = Callable[[float], Cluster]
@@ -47,7 +47,7 @@ class Choice:
     """A strategy in a plan.
 
     `changes_training`: steps are not those of plain DDP with a less precise gradient, but others
-    (delayed, or averaged weights); accuracy a step may differ, and is not predicted.
+    (delayed, or averaged weights); accuracy per step may differ, and is not predicted.
     """
 
     name: str
@@ -129,7 +129,7 @@ def plan(
     link_bit_s: float | None = None,
     at: At | None = None,
 ) -> Plan:
-    """Predict strategies (those that may be sensible, if none are given), and rank them.
+    """Predict strategies (by default all that are sensible), and rank them.
 
     1. Predict each.
     2. Set those apart whose mean would have more NMSE than `error`.
@@ -171,7 +171,7 @@ def plan(
 
 
 def _code(strategy: Strategy, workload: Workload) -> str:
-    """The line to write; an optimizer that divides by a second moment is handed over in it."""
+    """The line to write; with optimizer= where it divides by a second moment."""
     code = named(strategy, strategy.code)
     over = workload.adaptive and not (strategy.plain or strategy.timing.changes_training)
     return f"{code[:-1]}, optimizer=optimizer)" if over else code
@@ -202,7 +202,7 @@ def _every_step(cost: CodecCost, cluster: Cluster) -> Iterator[Strategy]:
 
 
 def _possible(strategy: Strategy, cluster: Cluster) -> bool:
-    """Whether the integers of its codec hold the sum of so many workers."""
+    """Whether the integers of its codec hold the sum of all workers."""
     try:
         strategy.cost(cluster)
     except ConfigError:

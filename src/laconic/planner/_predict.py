@@ -1,4 +1,4 @@
-"""Everything that is predicted of a strategy: time, bytes, error, memory, and what limits it."""
+"""The prediction of a strategy: time, bytes, error, memory, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from laconic.schedules._costs import Scenario, ScheduleCost
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a strategy is expected to take, per step."""
+    """A strategy's predicted costs, per step."""
 
     strategy: Strategy
     step_s: float
@@ -63,7 +63,7 @@ def predict(strategy: Strategy, cluster: Cluster, workload: Workload) -> Predict
 
 
 def _limit(strategy: Strategy, cluster: Cluster, workload: Workload) -> str:
-    """The bottleneck: what a step is shortest without."""
+    """The bottleneck: the part without which a step is shortest."""
     quiet = replace(
         cluster,
         flat=cluster.flat.without_starts(),
@@ -95,7 +95,7 @@ _NOW = 1e-12  # seconds: what is nearer than this has happened
 
 @dataclass
 class _Thread:
-    """What is under way in a thread, and how much of it is left."""
+    """The current stage of a thread, and how much of it is left."""
 
     stage: Stage | None = None
     latency: float = 0.0
@@ -109,7 +109,7 @@ class Timeline:
     A rank is a few threads. Each does one thing after another: `Work` on the device, `Move` over
     the wire, `Submit` a job to a lane, `Wait` for a job. Ranks are alike, so one stands for all.
 
-    At any moment k works are under way, s moves start and m have started. The device has r slots
+    At any moment k works are running, s moves start and m have started. The device has r slots
     for works at full speed; a wire in use takes the part d of one, its CPU share. Beside works a
     wire has the part p of its speed alone, and a start the part q: TCP needs the CPU, and threads
     must be woken. Where a wire needs no device, d = 0 and p = q = 1.
@@ -179,10 +179,10 @@ class Timeline:
         return True
 
     def _flow(self) -> None:
-        """Let time pass until something ends."""
+        """Advance time until something ends."""
         active = [one for one in self._tasks if one.stage is not None and _unfinished(one)]
         if not active:
-            raise RuntimeError("a program waits for a job that nobody has")
+            raise RuntimeError("a program waits for a job that was not submitted")
         works = sum(isinstance(one.stage, Work) for one in active)
         starts = sum(one.latency > _NOW for one in active)
         moves = sum(isinstance(one.stage, Move) for one in active) - starts

@@ -71,7 +71,7 @@ class Probe:
 
     @staticmethod
     def load(path: str | Path) -> Probe:
-        """ConfigError if the file is none of ours."""
+        """ConfigError if the file is no probe."""
         try:
             return Probe.parse(read_json(path))
         except (OSError, ValueError) as error:
@@ -81,7 +81,7 @@ class Probe:
 
     @staticmethod
     def parse(found: dict[str, Any]) -> Probe:
-        """From what JSON holds; ValueError says which value cannot be."""
+        """From JSON; ValueError names the value that is not allowed."""
         if isinstance(found, dict) and found.get("format", _FORMAT) not in (1, _FORMAT):
             other = shortened(found["format"])
             raise ConfigError(f"a probe of format {other}, not 1 or {_FORMAT}: probe anew")
@@ -102,7 +102,7 @@ class Probe:
 
 
 def _renamed(found: Any, where: str = "") -> Any:
-    """With the names of fields that are used now."""
+    """With the present names of fields."""
     if not isinstance(found, dict):
         return found
     names = _RENAMED.get(where, {})

@@ -28,7 +28,7 @@ _GRAIN = 16  # bytes, of which messages are multiples
 _FULL = 0.97  # speeds above this count as undisturbed
 _TINY, _FEW_BYTES, _MANY_BYTES = 1 << 10, 1 << 18, 1 << 24  # that a rank sends beside work
 _MAX_MOVES = 40
-_SIDE = 192  # of matrices: in the cache, long enough for threads to meet
+_SIDE = 192  # of matrices: in the cache, and long enough for threads to overlap
 
 
 # Seconds of what all ranks do at once
@@ -46,13 +46,13 @@ def typical(seconds: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Clock:
-    """Measures on all ranks of a group; every rank learns the same numbers."""
+    """Measures on all ranks of a group; every rank gets the same numbers."""
 
     group: dist.ProcessGroup
     device: torch.device
 
     def seconds(self, action: Action, patience_s: float) -> float:
-        """Of an action in which ranks talk: all start together. Their typical time.
+        """The typical time of an action in which ranks communicate; all start together.
 
         As many repetitions as `patience_s` allows, 3 to 64; the first two are not counted.
         """
@@ -62,7 +62,7 @@ class Clock:
         return self.mean(typical([self._once(action) for _ in range(count)]))
 
     def throughput(self, action: Action, patience_s: float) -> float:
-        """Seconds of an action on which all ranks work, each for itself, so long.
+        """Seconds of an action that all ranks run, each for itself, for `patience_s`.
 
         The mean over a long loop: where ranks share cores, short actions run undisturbed or not at
         all, and a median would see the former.
@@ -78,13 +78,13 @@ class Clock:
         return self.mean((time.perf_counter() - start) / count)
 
     def mean(self, value: float) -> float:
-        """Over ranks; they meet there."""
+        """Over ranks, which also synchronizes them."""
         one = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(one, group=self.group)
         return float(one) / self.group.size()
 
     def finish(self) -> None:
-        """Until the device has done all it was told."""
+        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -107,8 +107,8 @@ class Clock:
 def probe_links(clock: Clock, patience_s: float, group: dist.ProcessGroup | None = None) -> Links:
     """Costs of all-reduce, all-to-all and sendrecv, with the library's own transport.
 
-    With `group`, a part of those ranks, they talk in their parts, all parts at the same time: what
-    nodes or lanes share, they share here, too.
+    With `group`, a part of those ranks, all parts communicate at the same time: what nodes or lanes
+    share, they share here, too.
     Sizes grow until one message takes half of the time that a kind may have.
     """
     context = ExchangeContext(group=group or clock.group)
@@ -137,10 +137,10 @@ def _link(
 
 
 def _through_ends(points: Sequence[tuple[float, float]]) -> LinearCost:
-    """What the two smallest sizes take is a start, what the two largest take beyond it are bytes.
+    """The start from the two smallest sizes, the speed from the two largest.
 
     An idle link (its buffers, a token bucket) lets a burst through at once. Sizes in the middle
-    would make the link look faster than it is for whoever keeps it busy.
+    would make the link look faster than it is under load.
     """
     start = statistics.mean(t for _, t in points[:2])
     per_byte = statistics.mean(max(t - start, 0.05 * t) / x for x, t in points[-2:])
@@ -241,7 +241,7 @@ def _copying(clock: Clock, count: int) -> Action:
 
 
 def _busy_wire(nbytes: int, clock: Clock) -> Action:
-    """An all-to-all in which a rank sends about so many bytes."""
+    """An all-to-all in which a rank sends about `nbytes`."""
     n = clock.group.size()
     context = ExchangeContext(group=clock.group)
     return _all_to_all(round(nbytes * n / (n - 1)), context, clock.device)[0]
@@ -296,6 +296,6 @@ def _often(move: Action, count: int) -> float:
 def fitted(
     sizes: Sequence[int], clock: Clock, patience_s: float, action_of: Callable[[int], Action]
 ) -> LinearCost:
-    """Of an action on so many values."""
+    """The linear cost of an action on values, from several sizes."""
     each = patience_s / len(sizes)
     return fit([(size, clock.throughput(action_of(size), each)) for size in sizes])

@@ -1,4 +1,4 @@
-"""What codecs cost on this device, and what they make of gradients: real ones, or Gaussian."""
+"""Costs of codecs on this device, and their bits and errors on gradients, real or Gaussian."""
 
 from __future__ import annotations
 

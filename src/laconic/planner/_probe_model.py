@@ -1,4 +1,4 @@
-"""What a step of the user's model takes without communication, and what its gradients are like.
+"""The times of a step of the user's model without communication, and its gradients.
 
 The model is wrapped in DistributedDataParallel with a hook that sends nothing: DDP's own work and
 its real buckets are measured, too.
@@ -136,10 +136,10 @@ class _Step:
 
 
 def _skew(step: Callable[[], _Step], clock: Clock, alone: Sequence[_Step]) -> float:
-    """How much longer a step takes when ranks meet after it, without what meeting itself takes.
+    """How much longer a step takes with a barrier after it, without the barrier's own time.
 
-    Ranks do not take equally long, and where they share cores, they share them unevenly: whoever
-    needs all others waits for the last.
+    Ranks do not take equally long, and where they share cores, they share them unevenly: a
+    collective waits for the last.
     """
 
     def meet() -> float:
@@ -177,7 +177,7 @@ def _step(
 
 @as_comm_hook
 def _silent(state: _Seen, bucket: Any) -> Future[Tensor]:
-    """Sends nothing; remembers when a bucket was ready, and once its gradients."""
+    """Sends nothing; records when a bucket was ready, and once its gradients."""
     state.ready.append(time.perf_counter())
     state.buckets.append(list(bucket.parameters()))
     if state.keep:

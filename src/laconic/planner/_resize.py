@@ -2,12 +2,12 @@
 
 Speeds stay; starts grow with the messages that they are made of. From n to m ranks, L on a node:
 
-    all-reduce, swap   start·(m-1)/(n-1)
-    swap               speed·[(m-1)/(m-L)]/[(n-1)/(n-L)]: the part of a rank's bytes that leaves
-    global             shares its levels among m
-    κ                  φ + (1-φ)/m, with the common share φ that κ at n says
+    all-reduce, all-to-all   start·(m-1)/(n-1)
+    all-to-all               speed·[(m-1)/(m-L)]/[(n-1)/(n-L)]: the bytes that leave a node
+    global                   shares its levels among m
+    κ                        φ + (1-φ)/m, with the common share φ from κ at n
 
-A switch that more workers would fill is not seen from few.
+That more workers might saturate a switch is not modelled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from laconic.errors import ConfigError
 def resized(
     cluster: Cluster, workload: Workload | None, workers: int
 ) -> tuple[Cluster, Workload | None]:
-    """Cluster and workload as they may be with so many workers on nodes of the same kind."""
+    """Cluster and workload with another number of workers, on nodes of the same kind."""
     n, per_node = cluster.workers, cluster.per_node
     if workers == n:
         return cluster, workload

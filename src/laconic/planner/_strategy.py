@@ -1,4 +1,4 @@
-"""A strategy, codec × exchange × schedule, and what its codec costs there."""
+"""A strategy, codec × exchange × schedule, and the cost of its codec."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _timing(spec: str, period: int, servers: int) -> ScheduleCost:
 
 @cache
 def pair_of(spec: str, way: str | None = None) -> tuple[Codec, Exchange]:
-    """Made once: a plan asks for them thousands of times."""
+    """Cached: a plan needs them thousands of times."""
     return pair(spec, way)
 
 
@@ -121,7 +121,7 @@ _OPTION = re.compile(r"[,:](?!bits=|error=|step=)[a-z_]+=[^,:()]+")
 
 @cache
 def short(spec: str) -> str:
-    """The shortest spec of the same codec: without default settings, but for how fine it is.
+    """The shortest spec of the same codec: of default settings only bits, error or step.
 
     >>> short("dqsg:bits=4,levels=7,block=512,coder=fixed")
     'dqsg:bits=4'

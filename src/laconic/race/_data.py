@@ -230,7 +230,7 @@ def _pickled(file: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_batch(pictures: Any, labels: np.ndarray, file_bytes: int) -> None:
-    """Shapes are only announced: what is not in the file must not be copied."""
+    """Shapes are only claims: what is not in the file must not be copied."""
     if type(pictures) is not np.ndarray or pictures.dtype != np.uint8:
         raise ValueError("its data is no array of bytes")
     if pictures.ndim != 2 or pictures.shape[1] != 3072 or pictures.nbytes > file_bytes:

@@ -102,13 +102,13 @@ class Lane:
     points: tuple[Point, ...]
     step_s: float  # mean, without the first steps
     parts: Parts
-    sent_bytes: float  # by a worker, a step, as laconic counts them
-    link_bytes: float | None  # a step, through the first worker's link, as the kernel counts them
+    sent_bytes: float  # by a worker per step, as laconic counts them
+    link_bytes: float | None  # per step, through the first worker's link, as the kernel counts them
     predicted_step_s: float | None  # from a probe before the race; at the rate, shaped or not
     same_bits: bool  # all replicas ended equal
     choice: str | None = None  # what auto settled on
     error: float | None = None  # of the mean gradient: stats().error_mean
-    error_budget: float | None = None  # what error= asked for
+    error_budget: float | None = None  # error= of its codec
 
     @property
     def accuracy(self) -> float:
@@ -116,7 +116,7 @@ class Lane:
         return self.points[-1].accuracy
 
     def reached(self, target: float) -> Point | None:
-        """The first point behind the start that is at the target or above."""
+        """The first point after the start that is at the target or above."""
         return next((point for point in self.points[1:] if point.accuracy >= target), None)
 
 
@@ -126,7 +126,7 @@ class Quantized:
 
     codec: str  # its name: ecdq
     spec: str  # with settings: ecdq:error=0.08
-    bits: float  # a value
+    bits: float  # per value
     error: float  # NMSE: E|decoded - x|² / |x|²
 
 
@@ -158,7 +158,7 @@ class Race:
 
     @staticmethod
     def load(path: str | Path) -> Race:
-        """ConfigError if the file is none of ours."""
+        """ConfigError if the file is no race."""
         try:
             return Race.parse(read_json(path))
         except (OSError, ValueError) as error:
@@ -168,7 +168,7 @@ class Race:
 
     @staticmethod
     def parse(found: dict[str, Any]) -> Race:
-        """From what JSON holds; ValueError says which value cannot be."""
+        """From JSON; ValueError names the value that is not allowed."""
         if isinstance(found, dict) and found.get("format", _FORMAT) != _FORMAT:
             other = shortened(found["format"])
             raise ConfigError(f"a race of format {other}, not {_FORMAT}: race anew")

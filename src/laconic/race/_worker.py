@@ -73,7 +73,7 @@ class Worker:
         return {}
 
     def train(self, steps: int) -> dict[str, Any]:
-        """Some steps; what is still on its way when they end belongs to them."""
+        """Some steps, until nothing of them is in flight."""
         before = self.counted()
         dist.barrier()
         start, loss = time.perf_counter(), torch.zeros(())
@@ -154,7 +154,7 @@ class Worker:
         return {"codecs": [asdict(one) for one in quantized(self.network, self.size)]}
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        """What the race is told."""
+        """The answer to an order."""
         if "probe" in order:
             return self.probe(order["probe"], order["seconds"])
         if "prepare" in order:

@@ -309,7 +309,7 @@ def _codecs(view: View) -> Figure:
                     "x": [point.bits],
                     "y": [point.error],
                     "marker": ring,
-                    "hovertemplate": "<b>%{fullData.name}</b> in this race<br>%{x:.3~g} bits a "
+                    "hovertemplate": "<b>%{fullData.name}</b> in this race<br>%{x:.3~g} bits per "
                     "value, error %{y:.3~g}<extra></extra>",
                 }
             )

@@ -1,4 +1,4 @@
-"""What each figure shows, in a sentence, from the numbers of the race."""
+"""A sentence on each figure, from the numbers of the race."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page shows of every strategy, computed once from the race."""
+"""The numbers that the page shows of every strategy, computed once from the race."""
 
 from __future__ import annotations
 

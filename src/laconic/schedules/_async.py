@@ -146,8 +146,8 @@ class AsyncSGD(FlatOptimizer):
     def _read(self, *, coded: bool, first: Frame | None = None) -> None:
         """Weights of all servers, from one after the other.
 
-        In the same order for all workers: whoever waits for a server's leave to read holds no other
-        server's that someone before it needs, so that workers cannot wait for each other in a ring.
+        In the same order for all workers: a worker that waits for a server's permission to read
+        holds no other server's that one before it needs, so that workers cannot wait in a circle.
         """
         flags = Flag.CODED if coded else Flag.NONE
         for server in range(self.servers):

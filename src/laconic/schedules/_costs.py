@@ -1,4 +1,4 @@
-"""What schedules cost: a rank's program for the planner's simulation, bytes, error and memory.
+"""Costs of schedules: a rank's program for the planner's simulation, bytes, error and memory.
 
 A schedule's class names its cost in an attribute, `cost`, and `register_schedule` lets the planner
 know both.
@@ -65,7 +65,7 @@ class Scenario:
         return self.codec.lossless
 
     def load(self, encoded: float, plain: float = 0) -> TensorLoad:
-        """Values that are exchanged at once."""
+        """Values that are exchanged together."""
         return TensorLoad(
             encoded=encoded,
             plain=plain,
@@ -95,18 +95,18 @@ class Scenario:
 
     @property
     def meeting(self) -> Pause:
-        """Until the slowest rank is there, too."""
+        """The wait for the slowest rank."""
         return Pause(self.workload.skew_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleCost(ABC):
-    """What a schedule takes, for the planner. Subclasses are frozen dataclasses: settings only.
+    """The cost of a schedule, for the planner. Subclasses are frozen dataclasses: settings only.
 
     `name` is the word that a strategy names the schedule by. A schedule that `changes_training`
     makes other steps than plain DDP, whose accuracy is not predicted. `encodes_once` says that
     gradients are encoded a single time whatever the exchange is, with all of an error budget.
-    `planned_with` are beginnings of the codec specs that a plan combines the schedule with.
+    `planned_with` are prefixes of the codec specs that a plan combines the schedule with.
     """
 
     name: ClassVar[str]
@@ -116,7 +116,7 @@ class ScheduleCost(ABC):
 
     @classmethod
     def planned(cls) -> tuple[ScheduleCost, ...]:
-        """The settings that a plan tries; none for a schedule that must be asked for."""
+        """The settings that a plan tries; empty for a schedule that is planned on request only."""
         return (cls(),)
 
     def lanes(self, cluster: Cluster) -> int:

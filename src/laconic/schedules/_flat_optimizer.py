@@ -1,4 +1,4 @@
-"""What optimizers whose weights lie elsewhere have in common."""
+"""The common base of optimizers whose weights are on other ranks."""
 
 from __future__ import annotations
 

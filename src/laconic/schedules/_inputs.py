@@ -1,4 +1,4 @@
-"""What schedules are given: module, optimizer, codecs, saved states; and what they refuse."""
+"""Checks of what schedules are given: module, optimizer, codecs, saved states."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def check_started() -> None:
 
 
 def chosen_codec(spec: str | Codec, name: str, *, rounds: bool = False) -> Codec:
-    """The codec of a text; ConfigError if owners of chunks cannot decode it.
+    """The codec of a spec string; ConfigError if owners of chunks cannot decode it.
 
     `rounds`: a server decodes, which knows other workers' gradients of the same step.
     """
@@ -178,7 +178,7 @@ def chosen_rule(local: Any, optimizer: Optimizer) -> LocalRule | None:
 
 
 def warn_of_amplifying(optimizer: Optimizer, pushed: Codec) -> None:
-    """Say that Adam and a codec with one step per parameter do not go well together.
+    """Warn that Adam amplifies the error of a codec with one step per parameter.
 
     Only owners of weights know second moments, so gradients cannot be encoded in their units.
     """

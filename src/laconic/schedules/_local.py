@@ -1,4 +1,4 @@
-"""Local steps: every rank trains alone for a while, then all exchange what they have learnt."""
+"""Local steps: every rank trains alone for a period, then all exchange their progress."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class LocalSGD(torch.optim.Optimizer):
         self._step = self._since_made = self._exchanges = self._skipped = 0
         self._exchanges_buffers = buffers
         self._begin(running_statistics(model) if buffers else [])
-        # until the first step: what the model's parameters must still be
+        # what the model's parameters must still be at the first step
         self._untouched: Tensor | None = self._weights.clone()
 
     def _begin(self, buffers: Sequence[str]) -> None:
@@ -215,7 +215,7 @@ class LocalSGD(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: what travels was settled when the schedule was made."""
+        """Refused: the parameters that travel were fixed when the schedule was made."""
         raise ConfigError("add parameter groups to the optimizer before making LocalSGD")
 
     def _unscaled(self) -> bool:
@@ -243,7 +243,7 @@ class LocalSGD(torch.optim.Optimizer):
             self._take_common()
 
     def _local_step(self, fine: bool) -> None:
-        """Where a period ends, its exchange begins; where one has arrived, it is taken over."""
+        """At the end of a period its exchange starts; one that has arrived is applied."""
         if fine:
             self.optimizer.step()
         since = (self._step - self.warmup_steps) % self.period
@@ -305,7 +305,7 @@ class LocalSGD(torch.optim.Optimizer):
         buffers.copy_(self._common)
 
     def wait(self) -> None:
-        """Until no exchange is in flight; what it brought is taken over at its own step."""
+        """Until no exchange is in flight; its result is applied at its own step."""
         self._mean.arrived()
 
     def synchronize(self) -> None:
@@ -393,7 +393,7 @@ class LocalSGD(torch.optim.Optimizer):
         check_identity(self._identity(), state)
         with torch.no_grad():
             if self._mean.in_flight:
-                self._mean.wait()  # nobody needs it any more, but all ranks have begun it
+                self._mean.wait()  # it is not needed any more, but all ranks have started it
             load_buffers(self._model, state["buffers"])
             flat = self._vector.flat
             self._untouched = flat.empty()
@@ -441,7 +441,7 @@ def _delay(overlap: bool, steps: int | None, period: int) -> int:
 
 
 def _forget_broken(state: Mapping[Any, Any]) -> None:
-    """A parameter's momentum or moments that are not finite would spoil its next step, too."""
+    """Clear momentum and moments that are not finite: the next step would not be, either."""
     for own in state.values():
         values = [value for value in own.values() if isinstance(value, Tensor)]
         if not all(bool(torch.isfinite(value).all()) for value in values):

@@ -33,7 +33,7 @@ class Round:
 
     step: int
     g: Tensor
-    found_inf: Tensor  # 1 if all ranks must throw their gradients away, else 0
+    found_inf: Tensor  # 1 if all ranks must skip the step, else 0
     settings: Settings
     codec: Codec
     pull_codec: Codec | None  # None: no pull
@@ -53,12 +53,12 @@ class Master(Protocol):
 
     @property
     def skipped(self) -> tuple[int, int]:
-        """Steps that all ranks threw away, and those that one chunk did."""
+        """Steps that all ranks skipped, and those that one chunk did."""
         ...
 
     @property
     def error(self) -> dict[str, Any]:
-        """Statistics of the error that pushes have made, where somebody keeps account of it."""
+        """Statistics of the error that pushes have made, where it is recorded."""
         ...
 
     def start(self, one: Round) -> None:
@@ -216,7 +216,7 @@ class ServerMaster:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What servers have told; they save the rest."""
+        """The ratios from servers, which save the rest."""
         return {"ratios": list(self.client.ratios)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

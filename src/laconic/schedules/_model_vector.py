@@ -128,7 +128,7 @@ class MeanInFlight:
         self._codec, self._exchange = codec, exchange
         self._encoded, self._places = vector.encoded, vector.places
         self.session = ExchangeSession(seed=seed, traffic=lane.traffic)
-        self.in_flight = False  # a message was started that nobody has waited for
+        self.in_flight = False  # a message was started and not waited for
         self._lane, self._stream = lane, CommStream(lane, message.device)
         self._work: Work | None = None
         self._largest = 0.0  # magnitude in the mean
@@ -152,7 +152,7 @@ class MeanInFlight:
         return self._largest
 
     def state_dict(self) -> dict[str, Any]:
-        """Waits for a message that is in flight, and takes its mean along."""
+        """Waits for a message that is in flight, and includes its mean."""
         largest = self.arrived() if self.in_flight else None
         return {
             "largest": largest,
@@ -162,7 +162,7 @@ class MeanInFlight:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state_dict."""
-        self.arrived()  # nobody needs it any more, but all ranks have begun it
+        self.arrived()  # it is not needed any more, but all ranks have started it
         self._work = None
         self.in_flight = state["largest"] is not None
         if self.in_flight:

@@ -1,4 +1,4 @@
-"""Outer optimizers of LocalSGD: what is done with the mean of all ranks' progress."""
+"""Outer optimizers of LocalSGD, which apply the mean of all ranks' progress."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def outer_optimizer(outer: OuterFactory, weights: Tensor) -> Optimizer | None:
 
 
 def check_outer(outer: object) -> None:
-    """ConfigError for what is no outer optimizer, nor makes one."""
+    """ConfigError unless it is an outer optimizer, or makes one."""
     if isinstance(outer, Optimizer):
         lr = outer.defaults.get("lr", 0.7)
         raise ConfigError(

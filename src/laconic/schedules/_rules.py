@@ -1,4 +1,4 @@
-"""What a rank does to its own weights between pulls: local rules, and the replica they act on."""
+"""Updates of a rank's own weights between pulls: local rules, and the replica they act on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LocalStep:
     `w` are the weights to step from, `seen` those that `g` was computed at (other ones only where
     w has just been pulled), `pulled` what was pulled before: one period ago if `fresh`, that is if
     w has just been pulled, else at the start of this period. `square` and `velocity` are the
-    rule's own memories, where it asked for them (`LocalRule.remembers`). `decay` and all below are
+    rule's own memories, where it has them (`LocalRule.remembers`). `decay` and all below are
     the group's settings; where its optimizer has no such thing, they are as here.
     """
 
@@ -298,10 +298,10 @@ class Replica:
         self._memory = {name: torch.zeros_like(self.own) for name in kept}
         self._rates = [0.0] * len(flat.groups)  # of the last step
         self._count = 0  # of steps since the memories began
-        self.coming = False  # a pull was started, and not taken over yet
+        self.coming = False  # a pull was started, and not applied yet
 
     def move(self, g: Tensor, found_inf: Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Own weights = (what has come, or own weights) - a local step, which is 0 if found_inf."""
+        """Own weights = (pulled weights, if new, or own weights) - a local step, 0 if found_inf."""
         fresh = self.coming
         # the step is computed in memory that is free: W's own, if there are newer weights
         w, room = (self.next, self.own) if fresh else (self.own, self.next)
@@ -345,7 +345,7 @@ class Replica:
         )
 
     def take_as_they_are(self) -> None:
-        """Own weights = what has come, one synchronous step later."""
+        """Own weights = pulled weights, after a synchronous step."""
         velocity = self._memory.get("velocity")
         if velocity is not None:
             torch.sub(self.own, self.next, out=velocity)
@@ -353,7 +353,7 @@ class Replica:
         self._take_over()
 
     def begin_again(self) -> None:
-        """Own weights = what has come, after an absence: what was remembered is of no use now."""
+        """Own weights = pulled weights, after an absence: memories are reset."""
         for memory in self._memory.values():
             memory.zero_()
         self._count = 0
@@ -365,7 +365,7 @@ class Replica:
         self.coming = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies; of the next pull only if it has come and was not taken over."""
+        """Copies; of the next pull only if it has arrived and was not applied."""
         return {
             "own": self.own.clone(),
             "pulled": self.pulled.clone(),

@@ -1,4 +1,4 @@
-"""What every schedule can do: the interface that training loops, planners and tests rely on."""
+"""The interface of schedules, for training loops and tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ScheduleStats(CompressionStats):
 class BudgetStats(ScheduleStats):
     """Of codecs with a budget: expected relative squared error of a mean, of each parameter."""
 
-    error_budget: float | None = None  # what was asked for
+    error_budget: float | None = None  # error= of the codec
     error_mean: float | None = None  # over parameters and exchanges
     error_largest: float | None = None  # of any parameter in any exchange
     exact_means: int | None = None  # how often only the exact mean could keep the budget
@@ -71,7 +71,7 @@ class Schedule(Protocol):
         ...
 
     def close(self) -> None:
-        """Give threads and process groups back; on all ranks, after the last step."""
+        """Release threads and process groups; on all ranks, after the last step."""
         ...
 
     def global_weights(self) -> AbstractContextManager[None]:

@@ -64,7 +64,7 @@ class SSD(FlatOptimizer):
     Bytes per rank and step: (1 + 1/k)·(n-1)/n of the encoded vector, against 2·(n-1)/n.
     Time: [(k-1)·max(C, P) + max(C, P + L)]/k, with C computation, P push and L pull.
 
-    - `optimizer` says which optimizer the owners run and holds its settings (learning-rate
+    - `optimizer` is the optimizer that the owners run and holds its settings (learning-rate
       schedulers may act on it or on this object); its own step() is never called. It must step
       value by value: SGD, Adam, AdamW and the like.
     - `local`: "auto" is MomentumRule() for SGD and AdamRule() for Adam and AdamW, which keep a rank
@@ -216,7 +216,7 @@ class SSD(FlatOptimizer):
         """The model has the master weights, the same bits on all ranks; its own ones afterwards.
 
         For evaluation and checkpoints. All ranks (of servers: any worker) must enter: the weights
-        are gathered, exactly. What is done to the parameters in here is forgotten.
+        are gathered, exactly. Changes to the parameters inside are discarded.
         """
         self._check_worker("global_weights()")
         self.wait()

@@ -75,7 +75,7 @@ class QSVRG:
     `codec=None` is the paper's: qsgd with two-norm, s = ⌈√d⌉ levels (ω ≤ 1), one scale, the shorter
     of the two Elias codes; beyond 127 levels (d > 16129) one scale for every 16128 values.
 
-    Bits a rank broadcasts in an epoch, in the paper: (32 + 2.8·d)(T+1) + 32·d. A wire here has a
+    Bits that a rank broadcasts per epoch, in the paper: (32 + 2.8·d)(T+1) + 32·d. A wire here has a
     header and check sums on top, some 80 bytes (docs/schedules.md counts both).
 
     Alistarh et al., QSGD, NIPS 2017, section 3.3 and appendix. Differs: any codec and exchange,
@@ -250,7 +250,7 @@ class QSVRG:
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Inside, the model has x, as it always has; what is done to it in here is forgotten."""
+        """Inside, the model has x, as always; changes to it inside are discarded."""
         try:
             yield
         finally:
@@ -343,7 +343,7 @@ def _since(before: SVRGStats, now: SVRGStats) -> SVRGStats:
 
 
 class World:
-    """What ranks do together in a method without overlap: every call waits, on all of them.
+    """Communication of a method without overlap: every call waits, on all ranks.
 
     Alone, nothing is sent, but values are encoded and decoded as they would be.
     """
@@ -364,7 +364,7 @@ class World:
         return self._lane and self._lane.group
 
     def close(self) -> None:
-        """Give the group back."""
+        """Release the group."""
         if self._lane is not None:
             self._lane.close()
 

@@ -37,10 +37,10 @@ class Delays:
 
 
 class BoundedStaleness:
-    """A gradient is applied at most τ updates after its weights were read: who may go ahead.
+    """A gradient is applied at most τ updates after its weights were read.
 
-    Weights have version v after v updates. A worker that has read version r and not been applied
-    yet must be applied while the version is at most r + τ, its deadline. With deadlines of readers
+    Weights have version v after v updates. The gradient of a worker that has read version r must be
+    applied while the version is at most r + τ, its deadline. With deadlines of readers
     sorted, d_0 ≤ d_1 ≤ .., applying them one after another meets all of them if and only if
 
         d_p ≥ v + p    for all p                                                             (*)
@@ -50,7 +50,7 @@ class BoundedStaleness:
     2. A gradient may be applied if (*) holds for the others with v + 1. Else it must wait until the
        readers before it, who are slower, have been applied.
 
-    The reader with the earliest deadline is never kept waiting, so there is always one who can
+    The reader with the earliest deadline never waits, so there is always one that can
     continue. With τ ≥ workers - 1 no worker waits to read; with τ = 0 workers take turns.
     """
 
@@ -83,7 +83,7 @@ class BoundedStaleness:
         return delay
 
     def forget(self, worker: int) -> None:
-        """It will not be applied."""
+        """Its gradient will not be applied."""
         self.readers.pop(worker, None)
 
 

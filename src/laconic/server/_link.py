@@ -36,7 +36,7 @@ _c10d: Any = distributed_c10d
 
 
 class Kind(IntEnum):
-    """What a frame is about. Workers ask, servers answer: one answer to each question."""
+    """The kind of a frame. Workers send requests, servers one answer to each."""
 
     SETTINGS = 1  # learning rates and the like, from now on; has no answer
     PUSH = 2  # a gradient
@@ -56,7 +56,7 @@ class Flag(IntFlag):
     PULL = 2  # answer with weights
     CODED = 4  # encoded, as differences
     FOUND_INF = 8  # not finite: no server may step with it
-    SKIPPED = 16  # a server's: it did not step, because of somebody's FOUND_INF
+    SKIPPED = 16  # a server's: it did not step, because of a worker's FOUND_INF
     SHARD_SKIPPED = 32  # a server's: it did not step, because of a gradient too large for its wire
 
 
@@ -116,7 +116,7 @@ def body_check(body: Tensor) -> int:
 class Link:
     """One worker, one server, and a Gloo group of these two.
 
-    A group for each pair: when a message does not come, Gloo closes all connections of its group,
+    A group for each pair: when a message does not arrive, Gloo closes all connections of its group,
     and a lost worker must not take the others along. Bodies are host memory: Gloo reads no other.
     """
 
@@ -138,7 +138,7 @@ class Link:
         return self._gloo
 
     def close(self) -> None:
-        """Whoever waits here for the peer gets LostError, as the peer does that waits for us."""
+        """Waiting threads get a LostError, here and on the peer."""
         gloo, self._gloo = self._gloo, None
         if gloo is not None:
             break_off(gloo)
@@ -265,7 +265,7 @@ class Roles:
         return found
 
     def rank_of(self, worker: int) -> int:
-        """A worker's global rank, for people."""
+        """A worker's global rank, for messages."""
         return dist.get_global_rank(self.group, self.servers + worker)
 
 

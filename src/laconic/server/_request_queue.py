@@ -24,7 +24,7 @@ MOST_SETTINGS_BYTES = 1 << 16
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
-    """What a worker asks, or that it is lost. The body is good until the answer is given."""
+    """A worker's request, or its loss. The body is valid until the answer is given."""
 
     worker: int
     frame: Frame
@@ -47,7 +47,7 @@ class RequestQueue:
     """Every worker sends one request and waits for the answer; workers do not wait for each other.
 
     `take` returns requests in the order of arrival. It returns within the links' time-out while
-    some worker is not away, because a worker that sends no request for so long is lost.
+    some worker is not away, because a worker without a request for that time is lost.
     """
 
     def __init__(self, links: Sequence[Link], most_bytes: int, settings: Settings) -> None:
@@ -74,7 +74,7 @@ class RequestQueue:
     def close(self, sentence: str = _ENDED, within_s: float | None = None) -> None:
         """Answer everything with this sentence, from now on; until all who are here know it.
 
-        Some may ask too late; threads then wait for them until the links are closed.
+        For late requests threads wait until the links are closed.
         """
         deadline = None if within_s is None else time.monotonic() + within_s
         with self._lock:
@@ -131,7 +131,7 @@ class RequestQueue:
         return answer
 
     def _note(self, worker: int, kind: Kind) -> None:
-        """Who has left may be silent for any time."""
+        """A worker that has left may be silent for any time."""
         if kind == Kind.LEAVE:
             self._away.add(worker)
         elif kind == Kind.JOIN:
@@ -139,7 +139,7 @@ class RequestQueue:
 
 
 def failed(sentence: str) -> tuple[Frame, Tensor]:
-    """An answer that tells what is wrong."""
+    """An answer with an error."""
     data = torch.frombuffer(bytearray(sentence.encode()[:4096]), dtype=torch.uint8)
     return Frame(kind=Kind.FAILED, length=data.numel()), data
 

@@ -57,7 +57,7 @@ class ServerClient:
         self._sent_settings: Settings | None = None
         self._scratch = Scratch()
         self.versions = [0] * roles.servers  # of the weights that were read last
-        self.ratios = [0] * roles.servers  # that servers want of ndqsg; 0 before the first answer
+        self.ratios = [0] * roles.servers  # of ndqsg, from servers; 0 before the first answer
 
     @property
     def links(self) -> Sequence[Link]:
@@ -86,14 +86,14 @@ class ServerClient:
             link.start(frame, data)
 
     def finish_push(self, number: int) -> Frame:
-        """One server's answer; its weights, if they were asked for, are still to be taken."""
+        """One server's answer; its weights, if requested, are still to be taken."""
         frame = self.links[number].answer()
         self.links[number].finish()
         self.ratios[number] = frame.number
         return frame
 
     def _at_ratio(self, codec: Codec, server: int) -> Codec:
-        """ndqsg at the ratio that a server has asked for; others are as they are."""
+        """ndqsg at the ratio that a server has announced; others unchanged."""
         if codec.nested is None:
             return codec
         ratio = self.ratios[server]
@@ -130,7 +130,7 @@ class ServerClient:
     def ask(
         self, server: int, kind: Kind, *, number: int = 0, step: int = 0, flags: Flag = Flag.NONE
     ) -> Frame:
-        """A question without a body."""
+        """A request without a body."""
         self.links[server].send(Frame(kind=kind, number=number, step=step, flags=flags))
         return self.links[server].answer()
 
@@ -143,7 +143,7 @@ class ServerClient:
         self.versions = versions  # no gradient will be of these
 
     def leave(self) -> None:
-        """Tell all servers; nothing may be in flight."""
+        """Notify all servers; nothing may be in flight."""
         for number in range(len(self.links)):
             self.ask(number, Kind.LEAVE)
 

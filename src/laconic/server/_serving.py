@@ -14,7 +14,7 @@ from laconic.server._request_queue import Request, RequestQueue
 from laconic.server._shard_server import ALL, ShardServer
 from laconic.server._sync_server import SyncServer
 
-_TELL_S = 10.0  # for workers to hear of an error of the server; later they see that it is gone
+_TELL_S = 10.0  # to send an error to all workers; later they see that the server is gone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Serving:
         self._server: Server | None = None
 
     def serve(self, each: Callable[[int], object] | None) -> None:
-        """Until the last worker has left; errors are told to all workers first."""
+        """Until the last worker has left; errors are sent to all workers first."""
         server = self._server = self._made()
         queue = RequestQueue(self._roles.links, self._shard.most_bytes, self._shard.settings)
         self._roles.threads.extend(queue.threads)

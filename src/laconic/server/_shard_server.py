@@ -183,7 +183,7 @@ class ShardServer:
             self._sent[whose].copy_(self.shard.weights)
 
     def forget(self, whose: int) -> None:
-        """They will not ask again."""
+        """These workers will not pull again."""
         self._sent.pop(whose, None)
 
     def last_sent(self, whose: int) -> Tensor:
@@ -231,15 +231,15 @@ class ShardServer:
 class NestedMean:
     """The mean of ndqsg's wires; the server's answer to a push has the ratio of the next one.
 
-    P1 are the first ⌈n/2⌉ of the members; they are told the widest ratio, dqsg. P2 are told the
-    ratio that `RatioController` has found, and at every 16th step the widest, too: that is a
-    calibration. P1 is decoded first, then P2 in order, y being the mean of everything before.
+    P1 are the first ⌈n/2⌉ of the members; they get the widest ratio, dqsg. P2 get the ratio of
+    `RatioController`, and at every 16th step the widest, too: that is a calibration. P1 is decoded
+    first, then P2 in order, y being the mean of everything before.
     """
 
     def __init__(self, codec: NDQSG, chunk: Chunk) -> None:
         self._codec, self._chunk, self._scratch = codec, chunk, Scratch()
         self.control = RatioController(codec)
-        self.told: dict[int, int] = {}
+        self.ratios: dict[int, int] = {}  # of each worker's next push
 
     @property
     def _end(self) -> int:
@@ -248,7 +248,7 @@ class NestedMean:
     def tell(self, members: Sequence[int], step: int) -> None:
         """Every member's ratio for its push of a step."""
         calibrates = step % _EVERY == 0
-        self.told = {
+        self.ratios = {
             worker: self._end
             if calibrates or in_first_group(place, len(members))
             else self.control.ratio
@@ -256,8 +256,8 @@ class NestedMean:
         }
 
     def ratio_of(self, worker: int) -> int:
-        """What this worker was told; before that, the end."""
-        return self.told.get(worker, self._end)
+        """The ratio that was sent to this worker; before that, the widest."""
+        return self.ratios.get(worker, self._end)
 
     def mean(self, requests: Sequence[Request], out: Tensor) -> None:
         """out = the mean of all that was pushed at a step; then decide about the next."""
@@ -282,11 +282,10 @@ class NestedMean:
         self.control.decide()
 
     def _firsts(self, requests: Sequence[Request], calibrates: bool) -> set[int]:
-        """P1: those who send plainly. If all of them have left, nothing is known: y = 0."""
+        """P1: those that send plainly. If all of them have left, nothing is known: y = 0."""
         workers = [request.worker for request in requests]
-        if (
-            calibrates or self.control.ratio == self._end
-        ):  # all do; P2 is what a calibration compares
+        # all do, and a calibration compares P2
+        if calibrates or self.control.ratio == self._end:
             return {w for place, w in enumerate(workers) if in_first_group(place, len(workers))}
         return {worker for worker in workers if self.ratio_of(worker) == self._end}
 
@@ -299,12 +298,12 @@ class NestedMean:
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved to resume bit for bit."""
-        return {"control": self.control.state_dict(), "told": dict(self.told)}
+        return {"control": self.control.state_dict(), "told": dict(self.ratios)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state_dict."""
         self.control.load_state_dict(state["control"])
-        self.told = {int(worker): int(ratio) for worker, ratio in state["told"].items()}
+        self.ratios = {int(worker): int(ratio) for worker, ratio in state["told"].items()}
 
     def _wire(self, request: Request, out: Tensor) -> Wire:
         frame, chunk = request.frame, self._chunk

@@ -10,20 +10,20 @@ from laconic.server._link import Flag, Frame, Kind, Roles
 from laconic.server._request_queue import Request
 from laconic.server._shard_server import ALL, ShardServer
 
-COMMIT, FOLLOW = 1, 2  # the second and third word of a worker that joins
+COMMIT, FOLLOW = 1, 2  # `number` of the later messages of a worker that joins
 
 
 class SyncServer:
     """Update t is made of the pushes of all members at step t, added in order of workers.
 
-    Leaving takes effect with the worker's next step, on all servers alike, because it stands in the
-    place of a push. A worker that joins must do so at the same step T everywhere:
+    Leaving takes effect with the worker's next step, on all servers alike, because it replaces a
+    push. A worker that joins must do so at the same step T everywhere:
 
     1. It asks server 0, which is in the middle of step t and answers T = t + 1, and does not
        complete t until 3. Workers push to all servers and wait for all answers before they push
        again: no worker pushes T anywhere.
-    2. It tells T to all other servers. They cannot have completed T, though perhaps t.
-    3. It tells server 0 that all know, and asks all for the weights of version T.
+    2. It sends T to all other servers. They cannot have completed T, though perhaps t.
+    3. It confirms to server 0, and requests the weights of version T from all.
 
     A lost worker ends the training of all: its part of the mean is missing.
     """
@@ -64,7 +64,7 @@ class SyncServer:
         self._answer_pulls()
 
     def _lose(self, worker: int, why: str) -> None:
-        """Who has left before may end as it likes."""
+        """LostError, unless the worker had left before."""
         if worker in self.members or worker in self._joining:
             rank = self._roles.rank_of(worker)
             raise LostError(
@@ -107,12 +107,12 @@ class SyncServer:
             self._held.add(worker)
         first = frame.step if frame.number == FOLLOW else self.step + 1
         self._joining[worker] = first
-        self._admit()  # a server may have come to that step already
+        self._admit()  # this server may be at that step already
         request.done(step=first)
         self._skip_to_joiners()
 
     def _skip_to_joiners(self) -> None:
-        """Nobody is left to push the steps before a worker joins."""
+        """With no members left, no worker pushes the steps before one joins."""
         if not self.members and self._joining and not self._held:
             self.step = min(self._joining.values())
             self._admit()

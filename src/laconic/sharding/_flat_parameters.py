@@ -90,7 +90,7 @@ class FlatParameters:
         return None
 
     def check_unchanged(self, x: Tensor, *, trust_versions: bool = False) -> None:
-        """ConfigError if somebody has changed the parameters since x was written.
+        """ConfigError if the parameters were changed since x was written.
 
         torch counts what is done to a tensor in place (but not through `.data`). `trust_versions`
         compares values, which waits for the device, only where it has counted something.

@@ -1,4 +1,4 @@
-"""The parameters that an optimizer trains: what can travel, and that it stays so."""
+"""The parameters that an optimizer trains, checked when a schedule is made and later."""
 
 from __future__ import annotations
 

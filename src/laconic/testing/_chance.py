@@ -1,4 +1,4 @@
-"""Rules about chance: means and variances, judged so that a correct codec is not blamed.
+"""Statistical rules: means and variances, with limits that a correct codec passes.
 
 Keys are fixed, so a check passes always or never. The limits are such that a correct codec with
 ideal draws would fail one of these tests once in a million times.

@@ -1,4 +1,4 @@
-"""Every rule of the codec contract, on a codec of anyone's."""
+"""Check any codec for every rule of the codec contract."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def check_codec(
     device: str | torch.device = "cpu",
     exchange: bool = True,
 ) -> None:
-    """AssertionError, saying which rule was broken, by what, and how to mend it; else nothing.
+    """AssertionError, naming the rule that was broken, by what, and how to fix it; else nothing.
 
-    Takes a codec, its text, or a function that makes one. Rules are those of `laconic.Codec`:
-    shapes and dtypes, zeros, values that are not finite, lengths, keys, out= and add=, damaged
-    wires, and for those that declare it the mean, the bound of the variance, sums and residuals.
-    Then (`exchange`) it goes through its exchange and `lc.compress`: with the process group that
-    there is, if all of its ranks call, or alone.
+    Takes a codec, its spec string, or a function that makes one. Rules are those of
+    `laconic.Codec`: shapes and dtypes, zeros, values that are not finite, lengths, keys, out= and
+    add=, damaged wires, and for those that declare it the mean, the bound of the variance, sums and
+    residuals. Then (`exchange`) it goes through its exchange and `lc.compress`: with the process
+    group that there is, if all of its ranks call, or alone.
 
     `draws` are the keys that means and variances are taken over. `side` makes, of x, what the
     receiver knows of it, for codecs that decode with side information.
@@ -70,7 +70,7 @@ def check_codec(
 
 
 def _kept(rule: Callable[[Subject], None], subject: Subject) -> None:
-    """Errors that a codec raises are told with what they were in the way of."""
+    """Run a rule; errors that the codec raises are reported with it."""
     try:
         rule(subject)
     except RuleError:

@@ -1,4 +1,4 @@
-"""What users rely on in an exchange, on an exchange of anyone's."""
+"""Check any exchange for what users rely on."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _carries(way: Exchange, own: Codec) -> bool:
         if not re.search(rf"\b{re.escape(own.name)}\b", text):
             broken(
                 way,
-                "a codec that is refused is told why",
+                "the error for a codec that is refused names it",
                 f"the error for {own} is {text!r}",
                 "Name the codec, and one that works",
             )
@@ -186,7 +186,7 @@ class _Check:
         if self.size > 1 and not counted:
             self._broken(
                 "bytes are counted",
-                "context.traffic.sent_bytes is 0 behind an exchange",
+                "context.traffic.sent_bytes is 0 after an exchange",
                 "Send by laconic.comm, or within context.traffic.sending(nbytes)",
             )
         predicts = type(self.way).cost is not Exchange.cost

@@ -1,4 +1,4 @@
-"""What users rely on in a schedule, on a schedule of anyone's."""
+"""Check any schedule for what users rely on."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class _Run:
             weights, loss = self.weights().clone(), float(self._loss(10_000, 0))
         if not torch.equal(self.weights(), own):
             self.broken(
-                "behind global_weights() a rank has its own weights again",
+                "after global_weights() a rank has its own weights again",
                 "it has others",
                 "Copy them before, and back in a finally",
             )

@@ -1,4 +1,4 @@
-"""Checks on several real ranks: those that there are, or processes over Gloo."""
+"""Run checks on several ranks: those of the process group, or new processes over Gloo."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def _await(waiting: list[Connection]) -> None:
     while waiting:
         ready = wait(waiting, timeout=2 * _PATIENCE_S)
         if not ready:
-            raise RuleError("ranks do not end: one may wait for a message that nobody sends")
+            raise RuleError("ranks do not end: one may wait for a message that is never sent")
         for one in ready:
             assert isinstance(one, Connection)
             waiting.remove(one)
             try:
                 problem = one.recv()
             except EOFError:
-                problem = "a rank ended without a word: its process was killed, or it crashed"
+                problem = "a rank ended without a result: its process was killed, or it crashed"
             if problem is not None:
                 raise RuleError(problem)
 

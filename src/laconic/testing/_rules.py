@@ -48,7 +48,7 @@ def declares(subject: Subject) -> None:
             "equal settings are equal codecs",
             "two that were made alike are not equal, or have no hash",
             "Make the class a dataclass with frozen=True, kw_only=True, and settings that are "
-            "numbers or texts",
+            "numbers or strings",
         )
     bound = own.variance_bound(1000)
     if bound is not None and not 0 <= bound < math.inf:
@@ -79,7 +79,7 @@ def has_a_text(subject: Subject) -> None:
     if not same:
         broken(
             own,
-            "its text names it",
+            "its spec string names it",
             f"laconic.codec({str(own)!r}) is not the same codec",
             "Let every setting be a field of the dataclass that its __init__ takes",
         )
@@ -94,7 +94,7 @@ def shapes_and_dtypes(subject: Subject) -> None:
         wire = own.encode(x, _KEY)
         rule = "any tensor of the three dtypes comes back in its shape and dtype"
         if wire.shape != x.shape or wire.dtype != x.dtype or wire.header.numel != x.numel():
-            broken(own, rule, f"the wire of {label} says otherwise", "Look at _header")
+            broken(own, rule, f"the wire of {label} has others", "Look at _header")
         y = subject.decode(own, wire, x)
         if y.shape != x.shape or y.dtype != x.dtype or y.device != x.device:
             got = f"{tuple(y.shape)}, {y.dtype}, {y.device}"

@@ -1,4 +1,4 @@
-"""The codec that is checked, as all rules use it."""
+"""The codec that is checked, for all rules."""
 
 from __future__ import annotations
 
