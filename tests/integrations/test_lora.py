@@ -105,6 +105,19 @@ def added_after_fsdp(rank: int) -> str:
     return refusal(model, trained_by(model), rank)
 
 
+def frozen_for_a_moment(rank: int) -> bool:
+    """While compress was called, and not when DDP wrapped the model: it is averaged."""
+    model: Any = base()
+    wrapped = DistributedDataParallel(model)
+    model[2].weight.requires_grad_(False)
+    lc.compress(wrapped, "ecdq")
+    model[2].weight.requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        step(wrapped, optimizer, rank, number)
+    return equal_everywhere(wrapped)
+
+
 def left_out_on_purpose(rank: int) -> int:
     model: Any = base()
     model.register_parameter("late", nn.Parameter(torch.zeros(WIDTH)))
@@ -117,7 +130,7 @@ def left_out_on_purpose(rank: int) -> int:
 
 
 JOBS = [rank_8, rank_128, added_after_ddp]
-OTHERS = [unfrozen_after_ddp, added_after_fsdp, left_out_on_purpose]
+OTHERS = [unfrozen_after_ddp, added_after_fsdp, left_out_on_purpose, frozen_for_a_moment]
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +177,7 @@ def test_what_trains_too_late_is_named(
 
 def test_what_ddp_was_told_to_ignore_is_not_late(changed: ranks.Answers) -> None:
     assert changed[0, "left_out_on_purpose"] == changed[1, "left_out_on_purpose"] == 1
+
+
+def test_what_was_frozen_while_compress_was_called_is_not_late(changed: ranks.Answers) -> None:
+    assert changed[0, "frozen_for_a_moment"] and changed[1, "frozen_for_a_moment"]

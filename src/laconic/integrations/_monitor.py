@@ -81,6 +81,10 @@ class LateParameters:
         self._reduced = [weakref.ref(one) for one in reduced]
         self._counts: dict[int, int] = {}  # parameters of optimizers that were looked at, by id
 
+    def add(self, reduced: Iterable[Tensor]) -> None:
+        """These came in a bucket, although they were frozen at first."""
+        self._reduced += [weakref.ref(one) for one in reduced]
+
     def check(self, optimizer: Any) -> None:
         """ConfigError with their names; looks at an optimizer anew if it has other parameters."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)

@@ -146,6 +146,8 @@ class HookState:
         self.lanes = self.lanes or make_lanes(group, device, timeout_s)
         ranks = self.lanes[0].group.size()
         self.alone = ranks == 1 and not self.even_alone
+        if self.alone:  # nothing is averaged
+            self.optimizers.observe(self._encoded, None)
         settings = {
             "laconic": __version__,
             "codec": str(self.codec),
@@ -185,8 +187,9 @@ class HookState:
         self._warn(strange, "their dtype cannot be encoded")
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # torch's name
         left_out = [one for name, one in module.named_parameters() if name in ignored]
-        late = LateParameters(module, [*trained, *left_out], "DistributedDataParallel(model)")
-        self.optimizers.observe(self._encoded, late)
+        reduced = [*trained, *left_out]
+        self._late = LateParameters(module, reduced, "DistributedDataParallel(model)")
+        self.optimizers.observe(self._encoded, self._late)
         self._use_units()
         return lines
 
@@ -374,6 +377,7 @@ class HookState:
         return self._layouts[key]
 
     def _layout_of(self, parameters: Sequence[Tensor]) -> BucketLayout:
+        self._late.add(parameters)
         by_spec: dict[str | None, list[ParameterSlice]] = {}
         start = 0
         for parameter in parameters:
