@@ -35,7 +35,7 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
-# nanoGPT's train.py: tied embedding, AdamW in two groups, accumulation (require_backward_grad_sync),
+# nanoGPT's train.py: tied embedding, AdamW in two groups, accumulation by hand,
 # clipping, evaluation and checkpoints on rank 0 alone
 NANOGPT = """
 block_size, batch_size, accumulation, vocabulary, width = 16, 8, 2, 64, 64
