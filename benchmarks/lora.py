@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as lc
-from benchmarks._rows import quantiles, save
+from benchmarks._rows import command_line, keep, quantiles
 from laconic import lab
 
 HOSTS, BATCH = 2, 4
@@ -108,11 +108,10 @@ def measured(run: Any, r: int, strategy: str, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--rate", type=float, default=50.0, help="Mbit/s")
     parser.add_argument("--ranks", default="8,128", help="of adapters")
     parser.add_argument("--steps", type=int, default=12, help="of each strategy")
-    parser.add_argument("--save", action="store_true", help="store under benchmarks/results")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -134,8 +133,7 @@ def main() -> None:
                 row["rate_mbit"] = options.rate
                 print(json.dumps(row))
             rows += found
-    if options.save:
-        print(f"saved {save('lora', rows)}")
+    keep("lora", rows, options)
     return None
 
 

@@ -107,6 +107,15 @@ here although it sends no more: all-to-all takes longer for the same bytes than 
 all-reduce. With a codec it is the fastest at both rates. At 1 Gbit/s it does not hide all
 communication: two cores compute and encode for four workers.
 
+## Adapters over a slow link
+
+`python -m benchmarks.lora --save`, {_machine("lora")}. Two hosts, links of 50 Mbit/s; a vision
+transformer of 25 million parameters with PEFT's adapters on all linear layers, AdamW, batch 4 per
+worker. Milliseconds per step (quartiles), relative to plain DDP before and after; bytes per rank
+and step.
+
+{_lora()}
+
 ## Time to accuracy over shaped links
 
 `python -m benchmarks.time_to_accuracy --rates 100,1000 --seconds 200 --save`,
@@ -393,6 +402,18 @@ def _schedules() -> str:
             share = row["link_bytes"] / base[rate]["link_bytes"]
             cells.append(f"{row['mean_ms']:.0f} ms | {share:.3f}")
         lines.append([strategy, *cells])
+    return markdown(head, lines)
+
+
+def _lora() -> str:
+    lines = []
+    for row in load("lora")["rows"]:
+        values = f"r = {row['r']} ({row['values'] / 1e6:.2f} million)"
+        time = f"{row['ms']:.0f} ({row['ms_q1']:.0f}-{row['ms_q3']:.0f})"
+        sent = f"{row['sent_bytes'] / 1e3:.0f}"
+        cells = [f"{row['times_faster']:.2f}", sent, f"{row['times_fewer']:.1f}"]
+        lines.append([values, row["strategy"], time, *cells])
+    head = "| adapters | strategy | ms per step | times faster | KB | times fewer |"
     return markdown(head, lines)
 
 
