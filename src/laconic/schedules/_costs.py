@@ -365,8 +365,7 @@ class AsyncCost(ScheduleCost):
 
 
 EVERY_STEP = EveryStepCost()
-_BY_NAME: dict[str, type[ScheduleCost]] = {EVERY_STEP.name: EveryStepCost}
-_KINDS: dict[str, Any] = {}  # the schedules' own classes
+_BY_NAME: dict[str, Any] = {}  # classes of schedules, by the names of their costs
 _Schedule = TypeVar("_Schedule", bound=type)
 
 
@@ -383,19 +382,19 @@ def register_schedule(kind: _Schedule) -> _Schedule:
             f"register_schedule: {kind!r} has no attribute cost; give it a subclass of "
             "laconic.schedules.ScheduleCost"
         )
-    check_kind(cost, ScheduleCost, "register_schedule: cost", _BY_NAME.values())
-    _BY_NAME[cost.name], _KINDS[cost.name] = cost, kind
+    check_kind(cost, ScheduleCost, "register_schedule: cost", schedule_costs())
+    _BY_NAME[cost.name] = kind
     return kind
 
 
 def registered() -> dict[str, Any]:
     """The classes of the schedules that `register_schedule` was given, by name."""
-    return dict(_KINDS)
+    return dict(_BY_NAME)
 
 
 def schedule_costs() -> tuple[type[ScheduleCost], ...]:
     """Of all schedules that the planner knows."""
-    return tuple(_BY_NAME.values())
+    return (EveryStepCost, *(kind.cost for kind in _BY_NAME.values()))
 
 
 def schedule_cost(spec: str | ScheduleCost) -> ScheduleCost:
@@ -404,4 +403,6 @@ def schedule_cost(spec: str | ScheduleCost) -> ScheduleCost:
     >>> str(schedule_cost("ssd:period=4"))
     'ssd k=4'
     """
-    return spec if isinstance(spec, ScheduleCost) else from_spec("schedule", spec, _BY_NAME)
+    if isinstance(spec, ScheduleCost):
+        return spec
+    return from_spec("schedule", spec, {cost.name: cost for cost in schedule_costs()})
