@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
@@ -161,6 +162,18 @@ def test_compressing_twice_says_so(alone: None, first: str, second: str) -> None
     lc.compress(model, first)
     with pytest.raises(lc.ConfigError, match="compressed already: call compress once"):
         lc.compress(model, second)
+    step(model)
+
+
+@pytest.mark.parametrize("spec", ["ecdq:error=0.08", "auto"])
+def test_a_model_can_be_copied(alone: None, spec: str) -> None:
+    """For a moving average of its weights, say."""
+    model = DistributedDataParallel(network())
+    lc.compress(model, spec)
+    step(model)
+    copied = copy.deepcopy(model)
+    assert all(map(torch.equal, copied.parameters(), model.parameters()))
+    copied(torch.zeros(1, 64))
     step(model)
 
 

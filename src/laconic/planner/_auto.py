@@ -179,6 +179,10 @@ class Auto:
     def __repr__(self) -> str:
         return str(self.report() or f"auto: {self._schedule.step} steps so far, nothing chosen yet")
 
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        """A copy, as in a copied or pickled DDP model, is the state_dict: all else stays here."""
+        return dict, (self.state_dict(),)
+
     def report(self) -> Report | None:
         """What the last trial measured, and why it ended so; None before the first has."""
         return self._schedule.report
