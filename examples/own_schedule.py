@@ -59,6 +59,11 @@ class Periodic(lc.schedules.Schedule):
         yield
         self.weights = own
 
+    @contextmanager
+    def latest_weights(self) -> Iterator[int]:
+        with self.global_weights():
+            yield self.t % self.k
+
     def state_dict(self) -> dict[str, Any]:
         return {"t": self.t, "common": self.common.clone(), "weights": self.weights}
 

@@ -53,6 +53,14 @@ class Broken(lc.LocalSGD):
             for one in self.param_groups[0]["params"]:
                 one.data.add_(1.0)
 
+    @contextmanager
+    def latest_weights(self) -> Iterator[Any]:
+        if self.how == "stale":
+            yield torch.distributed.get_rank()
+            return
+        with super().latest_weights() as old:
+            yield None if self.how == "ageless" else old
+
 
 def local(model: nn.Module, how: str = "", **settings: Any) -> lc.LocalSGD:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
@@ -103,6 +111,8 @@ def test_ours_keep_every_rule(make: Any) -> None:
         ("anything", "load_state_dict.*raised nothing"),
         ("own", "same bits on all ranks"),
         ("lost", "its own weights again"),
+        ("stale", "equal on all ranks that look"),
+        ("ageless", "how many steps old"),
     ],
 )
 def test_what_is_wrong_is_found(how: str, rule: str) -> None:

@@ -186,6 +186,12 @@ class AsyncSGD(FlatOptimizer):
         with self._showing(self._next, lambda: self._own):
             yield
 
+    @contextmanager
+    def latest_weights(self) -> Iterator[int]:
+        """As `global_weights`: servers answer each worker by itself. 0 steps old."""
+        with self.global_weights():
+            yield 0
+
     def stats(self) -> AsyncStats:
         """On a worker: counts, bytes and delays so far."""
         if self.serves:

@@ -145,6 +145,8 @@ class LocalSGD(torch.optim.Optimizer):
         self.exchange.prepare(self._lane.group)
         same_start(model, self._lane.group)
         self._step = self._since_made = self._exchanges = self._skipped = 0
+        self._sent_at = self._common_at = 0  # steps made when an exchange began, and in x_t
+        self._hidden: Tensor | None = None  # own values, while the model shows the common ones
         self._exchanges_buffers = buffers
         self._begin(running_statistics(model) if buffers else [])
         # what the model's parameters must still be at the first step
@@ -196,6 +198,8 @@ class LocalSGD(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step of this rank; at the end of a period, or in warm-up, with all others."""
+        if self._hidden is not None:
+            raise ConfigError("step() inside global_weights(): leave the with block first")
         self._trained.check(self.param_groups)
         if self._untouched is not None:
             self._vector.flat.check_unchanged(self._untouched)
@@ -238,6 +242,7 @@ class LocalSGD(torch.optim.Optimizer):
             self._common.sub_(moved)
             self.optimizer.step()
         own.write_buffers(self._common)
+        self._common_at = self._step
         if self._step == self.warmup_steps:
             own.flat.read(self._weights)
             self._take_common()
@@ -260,6 +265,7 @@ class LocalSGD(torch.optim.Optimizer):
         if self.delay:
             self._vector.flat.read(self._vector.split(self._start)[0])
         self._exchanges += 1
+        self._sent_at = self._step
         self._mean.start(self._exchanges)
 
     def _finite(self) -> bool:
@@ -274,6 +280,7 @@ class LocalSGD(torch.optim.Optimizer):
             _forget_broken(self.optimizer.state)
             self._take_common()
             return
+        self._common_at = self._sent_at
         mean, moved = self._vector.split(self._message)
         self._common.sub_(moved)
         outer_step(self._outer, self._weights, mean)
@@ -322,16 +329,27 @@ class LocalSGD(torch.optim.Optimizer):
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Inside, the model has the common weights and buffers: for evaluation, not for steps."""
-        if self._step < self.warmup_steps:  # they are common already
+        """Inside, the model has the common weights and buffers: for evaluation, not for steps.
+
+        Every rank holds them: any may enter, without the others.
+        """
+        if self._step < self.warmup_steps or self._hidden is not None:  # they are there already
             yield
             return
         own = self._vector.read(self._vector.empty())  # fp32 holds all of their dtypes exactly
+        self._hidden = own
         self._show_common()
         try:
             yield
         finally:
+            self._hidden = None
             self._vector.write(own)
+
+    @contextmanager
+    def latest_weights(self) -> Iterator[int]:
+        """As `global_weights`; how many steps were made since the exchange that they are from."""
+        with self.global_weights():
+            yield self._step - self._common_at
 
     def close(self) -> None:
         """Release the thread and the process group; on all ranks, after the last step.
@@ -372,10 +390,21 @@ class LocalSGD(torch.optim.Optimizer):
 
         Waits for an exchange that is in flight. Both optimizers are part of it.
         """
+        if self._hidden is None:
+            return self._state()
+        self._vector.write(self._hidden)
+        try:
+            return self._state()
+        finally:
+            self._show_common()
+
+    def _state(self) -> dict[str, Any]:
         return {
             "identity": self._identity(),
             "mean": self._mean.state_dict(),  # first: it waits
             "step": self._step,
+            "sent at": self._sent_at,
+            "common at": self._common_at,
             "exchanges": self._exchanges,
             "skipped": self._skipped,
             "exchanged buffers": list(self._vector.buffer_names),
@@ -391,6 +420,8 @@ class LocalSGD(torch.optim.Optimizer):
         """Resume from this rank's state_dict, bit for bit; the model gets this rank's weights."""
         state = state_dict
         check_identity(self._identity(), state)
+        if self._hidden is not None:
+            raise ConfigError("load_state_dict() inside global_weights(): leave the block first")
         with torch.no_grad():
             if self._mean.in_flight:
                 self._mean.wait()  # it is not needed any more, but all ranks have started it
@@ -409,6 +440,7 @@ class LocalSGD(torch.optim.Optimizer):
             self._start.copy_(state["start"])
         self._step, self._exchanges = int(state["step"]), int(state["exchanges"])
         self._skipped = int(state["skipped"])
+        self._sent_at, self._common_at = int(state["sent at"]), int(state["common at"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch keeps its tensors
         if self._outer is not None:
             self._outer.load_state_dict(copy.deepcopy(state["outer"]))

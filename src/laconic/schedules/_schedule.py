@@ -77,6 +77,14 @@ class Schedule(Protocol):
     def global_weights(self) -> AbstractContextManager[None]:
         """Inside, the model has the weights to evaluate and save; this rank's own ones afterwards.
 
-        All ranks must enter.
+        All ranks must enter: weights that are cut among ranks are gathered.
+        """
+        ...
+
+    def latest_weights(self) -> AbstractContextManager[int]:
+        """Inside, the model has the newest global weights that this rank has; own ones afterwards.
+
+        How many steps old they are is what `with .. as steps_old` gives. Any rank may enter, at any
+        step, without the others: to evaluate on one.
         """
         ...

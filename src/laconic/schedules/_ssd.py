@@ -80,8 +80,9 @@ class SSD(FlatOptimizer):
       `serve()` there), all others work: the paper's form, for workers whose links are slower than
       the servers', or that come and go (`leave`, `join`). Bytes per worker and step: the
       encoded vector; a server sends each worker 1/(k·S) of the weights.
-    - Weights differ between ranks: evaluate and save `with opt.global_weights():`. Buffers, such as
-      those of batch normalisation, stay each rank's own after the start.
+    - Weights differ between ranks: evaluate and save `with opt.global_weights():` on all ranks, or
+      `with opt.latest_weights():`, those of the last pull, on any. Buffers, such as those of batch
+      normalisation, stay each rank's own after the start.
 
     SSD-SGD (Xu et al. 2020). Differs from the paper: owners of chunks instead of parameter servers
     unless `servers` is given, weights taken over at a fixed step instead of when they come, and all
@@ -224,6 +225,24 @@ class SSD(FlatOptimizer):
         self._master.gather(self._steps, room)
         with self._showing(room, lambda: self._replica.own):
             yield
+
+    @contextmanager
+    def latest_weights(self) -> Iterator[int]:
+        """The model has the weights of the last pull, and knows how many steps ago it began.
+
+        On any rank, without the others; the next step's push is not waited for. Right after a step
+        that pulls, and in warm-up, they are 0 steps old. With servers these are asked.
+        """
+        self._check_worker("latest_weights()")
+        if self._server_master is not None:
+            with self.global_weights():
+                yield 0
+            return
+        mine = self._replica
+        if mine.coming:  # all ranks have begun this pull, or will without this one
+            self._master.in_flight.wait(self._steps - 1)
+        with self._showing(mine.next if mine.coming else mine.pulled, lambda: mine.own):
+            yield max(self._steps - self.warmup_steps, 0) % self.period
 
     def stats(self) -> SSDStats:
         """Bytes, times and counts so far; `wait()` first to count what is in flight."""

@@ -256,6 +256,12 @@ class QSVRG:
         finally:
             self._flat.write(self._x)
 
+    @contextmanager
+    def latest_weights(self) -> Iterator[int]:
+        """As `global_weights`: x is the same on all ranks after every step. 0 steps old."""
+        with self.global_weights():
+            yield 0
+
     def close(self) -> None:
         """Release the process group; on all ranks, after the last step."""
         self._world.close()

@@ -26,8 +26,9 @@ def check_schedule(make: Factory, *, ranks: Sequence[int] = (1, 3)) -> None:
     `make(model)` returns a schedule that trains the model, by steps as a torch optimizer's. On so
     many ranks, every one with data of its own: it is a `laconic.Schedule`; training makes the loss
     of the global weights smaller; these are the same bits on all ranks, and finite, and a rank has
-    its own weights again afterwards; statistics count steps and bytes; training resumes from a
-    state_dict bit for bit; a state of something else is refused with an error.
+    its own weights again afterwards; one rank alone can look at its latest ones; statistics count
+    steps and bytes; training resumes from a state_dict bit for bit; a state of something else is
+    refused with an error.
 
     Starts processes over Gloo, and so needs a function that can be imported. Where there is a
     process group, call it on all of its ranks. Ranks that serve others are not for it.
@@ -42,6 +43,7 @@ def _check(make: Factory) -> None:
     run.train(_STEPS)
     run.statistics(_STEPS)
     after = run.loss()
+    run.looks()
     run.schedule.wait()
     if not after < before / 2:
         run.broken(
@@ -113,6 +115,41 @@ class _Run:
                 "Let all ranks decode the same bytes, in the same order",
             )
         return loss
+
+    def looks(self) -> None:
+        """At the latest weights, on one rank first, while the others train on."""
+        for step in range(_MORE):
+            if step % dist.get_world_size() == dist.get_rank():
+                self._look()
+            self.train(1)
+        weights, old = self._look()
+        shown = torch.cat([weights, torch.tensor([float(old)])])
+        every = [torch.empty_like(shown) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, shown)
+        if not all(torch.equal(one, every[0]) for one in every) or not shown.isfinite().all():
+            self.broken(
+                "latest weights are finite, and equal on all ranks that look after the same step",
+                "they are not",
+                "Show weights that ranks had in common, and tell how many steps ago",
+            )
+
+    def _look(self) -> tuple[Tensor, int]:
+        own = self.weights().clone()
+        with self.schedule.latest_weights() as old:
+            weights = self.weights().clone()
+        if not torch.equal(self.weights(), own):
+            self.broken(
+                "after latest_weights() a rank has its own weights again",
+                "it has others",
+                "Copy them before, and back in a finally",
+            )
+        if not isinstance(old, int) or not 0 <= old <= self.step:
+            self.broken(
+                "latest_weights() tells how many steps old they are",
+                f"`with .. as old` gives {old!r} at step {self.step}",
+                "Yield an integer from 0",
+            )
+        return weights, old
 
     def statistics(self, steps: int) -> None:
         stats = self.schedule.stats()
