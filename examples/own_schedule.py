@@ -79,6 +79,9 @@ class Periodic(lc.schedules.Schedule):
 
     def wait(self) -> None: ...
 
+    def barrier(self, call: Any = None) -> None:
+        dist.barrier()
+
     def close(self) -> None: ...
 
 

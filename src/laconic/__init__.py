@@ -41,7 +41,9 @@ _NAMES = {
         AdamRule AsyncSGD DCASGD GLU HeavyBall LocalSGD LocalSGDRule MomentumRule Nesterov QSVRG
         SSD Schedule register_schedule
     """,
-    "integrations": "AllRanks FSDPHandle Handle HookState PerRank Stats comm_hook log_stats",
+    "integrations": """
+        AllRanks FSDPHandle Handle HookState PerRank Stats comm_hook load log_stats save
+    """,
     "planner": "Auto",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

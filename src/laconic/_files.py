@@ -61,13 +61,26 @@ def write_whole(path: str | Path, text: str) -> None:
     If this fails, no partial file is left, and the OSError names `path`.
     """
     path = Path(path)
+    if not _is_stream(path):
+        with replacing(path) as stream:
+            stream.write(text.encode())
+        return
     try:
-        if _is_stream(path):
-            path.write_text(text, encoding="utf-8")
-            return
-        real = Path(os.path.realpath(path))
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[IO[bytes]]:
+    """What is written in here becomes the file at the end, as in `write_whole`; else nothing.
+
+    The stream can be read, too.
+    """
+    real = Path(os.path.realpath(path))
+    try:
         with _beside(real) as stream:
-            stream.write(text)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
             with suppress(FileNotFoundError):
@@ -140,10 +153,10 @@ def _is_made(path: Path, kind: Kind) -> bool:
 
 
 @contextmanager
-def _beside(real: Path) -> Iterator[IO[str]]:
+def _beside(real: Path) -> Iterator[IO[bytes]]:
     """A new file in the same folder, with the rights that new files get; gone afterwards."""
     name = real.parent / f".laconic-{secrets.token_hex(8)}.tmp"
-    with name.open("x", encoding="utf-8") as stream:
+    with name.open("x+b") as stream:
         try:
             yield stream
         finally:

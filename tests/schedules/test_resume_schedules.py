@@ -482,7 +482,7 @@ def test_states_know_their_ranks(found: ranks.Answers) -> None:
     for rank in range(SIZE):
         told = found[rank, "wrong_ranks"]
         for name in ("local", "ssd"):
-            assert f"rank {(rank - 1) % SIZE}, not {rank}" in told[f"{name} other"]
+            assert f"rank {(rank - 1) % SIZE}, loaded by rank {rank}" in told[f"{name} other"]
             assert "what state_dict() of a schedule returned" in told[f"{name} plain"]
         for name in ("local", "ssd", "svrg") if rank < 2 else ():
             assert "ranks 3, not 2" in told[f"{name} fewer"]

@@ -23,7 +23,7 @@ def require_same_settings(
     settings: dict[str, str], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """ConfigError on every rank, naming ranks and difference, unless all have these settings."""
-    found = [json.loads(text) for text in _gathered_text(json.dumps(settings), group, device)]
+    found = [json.loads(text) for text in gather_texts(json.dumps(settings), group, device)]
     problems = []
     for name in sorted(set().union(*found)):
         values: dict[str, list[int]] = {}
@@ -39,10 +39,12 @@ def require_same_settings(
         raise ConfigError(f"ranks disagree on {'; and on '.join(problems)}")
 
 
-def _gathered_text(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+def gather_texts(text: str, group: dist.ProcessGroup | None, device: torch.device) -> list[str]:
     """Every rank's text: plain bytes, no objects are unpickled."""
     mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    sizes = [
+        torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))
+    ]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=device), group=group)
     longest = max(int(size) for size in sizes)
     if longest > 1 << 26:

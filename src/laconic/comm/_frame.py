@@ -59,6 +59,35 @@ class Kind(IntEnum):
     PART = 5  # of a sum, to the rank that adds it up
     SUM = 6  # from that rank to all
     NUMBERS = 7  # lengths, and what encodings spent of a budget, to all
+    CALL = 8  # a call that all ranks must make together begins (`_barrier.py`): a frame alone
+
+
+class Call(IntEnum):
+    """What all ranks of a schedule must do together, after the same step."""
+
+    BARRIER = 0
+    FIRST_STEP = 1  # of a schedule that was made or loaded
+    GLOBAL_WEIGHTS = 2
+    SAVE = 3
+
+    @property
+    def said(self) -> str:
+        """As errors call it."""
+        return ("barrier()", "its first exchange", "global_weights()", "lc.save() (lc.AllRanks)")[
+            self
+        ]
+
+    @property
+    def advice(self) -> str:
+        """What to write instead."""
+        return (
+            "call it on all ranks, after the same step",
+            "make the schedule on all ranks at once, and load one checkpoint on all of them",
+            "enter it on all ranks, after the same step; to evaluate on one rank alone there is "
+            "latest_weights()",
+            "call it on all ranks, after the same step: it writes on rank 0 only, so it does not "
+            'belong under "if rank == 0"',
+        )[self]
 
 
 @dataclass(frozen=True)
@@ -123,6 +152,7 @@ def opened(data: Tensor, context: ExchangeContext, name: Name) -> Tensor:
     """What follows the frame; WireError unless exactly the message of this name arrived."""
     arrived(data, name.sender, context)
     *words, check = _read(data)
+    _refuse_call(data, words, context, name)
     claimed = FRAME_BYTES + WORD * words[0]
     covered = min(claimed, data.numel()) if context.sums(data.device) else FRAME_BYTES
     good = covered % FRAME_BYTES == 0 and check == check_of(data[:covered], context, name)
@@ -140,8 +170,44 @@ def announced(frame: Tensor, context: ExchangeContext, name: Name) -> int:
     """The length that such a frame announces; WireError unless it is of this name."""
     arrived(frame, name.sender, context)
     *words, check = _read(frame)
+    _refuse_call(frame, words, context, name)
     judge(words, check == check_of(frame, context, name), WORD * words[0], context, name)
     return WORD * words[0]
+
+
+def call_frame(call: Call, context: ExchangeContext) -> Tensor:
+    """What a rank sends to all others when it begins a call; `called` reads it."""
+    frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+    announce(0, frame, _of_call(call, context), Name(Kind.CALL, context.rank))
+    return frame
+
+
+def called(data: Tensor, sender: int, context: ExchangeContext) -> tuple[Call, int] | None:
+    """The call that a message begins, and its step; None if it is any other message."""
+    *words, check = _read(data)
+    number = words[2] & _TENSORS
+    if words[2] >> 28 != Kind.CALL or number not in list(Call):
+        return None
+    call, frame = Call(number), data[:FRAME_BYTES]
+    if check != check_of(frame, _of_call(call, context), Name(Kind.CALL, sender)):
+        return None
+    return call, words[1] & STEPS
+
+
+def _of_call(call: Call, context: ExchangeContext) -> ExchangeContext:
+    """What is the same for ranks that are about to do different things."""
+    return replace(context, tensor=int(call), first_chunk=0, passes=None)
+
+
+def _refuse_call(data: Tensor, words: Sequence[int], context: ExchangeContext, name: Name) -> None:
+    """WireError if its sender has begun a call, and this rank has not."""
+    found = called(data, name.sender, context) if words[2] >> 28 == Kind.CALL else None
+    if found is not None:
+        call, step = found
+        raise WireError(
+            f"{context.name_of(name.sender)} came to {call.said} after {step} steps; this rank, "
+            f"{context.name_of(context.rank)}, went on training instead: {call.advice}"
+        )
 
 
 def words_of(nbytes: int, context: ExchangeContext, name: Name) -> Words:

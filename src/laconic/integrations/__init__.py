@@ -12,6 +12,7 @@ from laconic.integrations._compress import compress as compress  # lc.compress a
 from laconic.integrations._ddp import comm_hook
 from laconic.integrations._fsdp import FSDPHandle
 from laconic.integrations._handle import Handle, HasState, HasStats, Stats, log_stats
+from laconic.integrations._saving import load, save
 from laconic.integrations._state import HookState
 
 __all__ = [
@@ -25,5 +26,7 @@ __all__ = [
     "Policy",
     "Stats",
     "comm_hook",
+    "load",
     "log_stats",
+    "save",
 ]

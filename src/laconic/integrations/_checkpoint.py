@@ -15,6 +15,7 @@ from torch import Tensor
 from laconic.comm._threads import device_of
 from laconic.errors import ConfigError
 from laconic.integrations._handle import HasState, own_rank, remembers
+from laconic.schedules import Call, Schedule
 
 _log = logging.getLogger("laconic")
 _LENGTH = struct.Struct("<Q")  # of the JSON, before it
@@ -76,6 +77,8 @@ class AllRanks:
 
     def state_dict(self) -> dict[str, Any]:
         """All ranks' states on rank 0, {} on the others."""
+        if isinstance(self.handle, Schedule):
+            self.handle.barrier(Call.SAVE)
         states = gathered_states(self.handle.state_dict(), self.group)
         return {"states": states} if states else {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -81,6 +81,7 @@ class HasState(Protocol):
         ...
 
 
+@runtime_checkable
 class Handle(HasState, Protocol):
     """What `lc.compress` returns, whatever the model."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from laconic.comm._frame import Call
 from laconic.comm._statistics import CompressionStats
 from laconic.schedules._async import AsyncSGD, AsyncStats
 from laconic.schedules._costs import Scenario, ScheduleCost, register_schedule
@@ -31,6 +32,7 @@ __all__ = [
     "AdamRule",
     "AsyncSGD",
     "AsyncStats",
+    "Call",
     "CompressionStats",
     "FlatParameters",
     "HeavyBall",

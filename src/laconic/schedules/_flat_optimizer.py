@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from laconic._version import __version__
 from laconic.codecs import Codec
 from laconic.comm._agreement import require_same_settings
-from laconic.comm._context import ExchangeMemory
+from laconic.comm._barrier import barrier, most_bytes
+from laconic.comm._context import ExchangeContext, ExchangeMemory
+from laconic.comm._frame import Call
 from laconic.comm._threads import CommLane
 from laconic.errors import ConfigError
 from laconic.schedules._inputs import check_identity, load_buffers, own_buffers, same_start
@@ -138,6 +140,19 @@ class FlatOptimizer(Optimizer):
         if hasattr(self, "flat"):
             raise ConfigError("add parameter groups to the optimizer before making the schedule")
         super().add_param_group(param_group)
+
+    def barrier(self, call: Call = Call.BARRIER) -> None:
+        """Return when all ranks have come here after the same step; an error on all if not.
+
+        With servers: when they do not serve any more, because all workers have left.
+        """
+        if not self.serves and not self._away:
+            raise ConfigError(
+                f"{call.said} is for all ranks, and the servers keep serving until all workers "
+                "have left: call leave() first, or save state_dict() on each rank by itself"
+            )
+        context = ExchangeContext(group=self._lane.group, seed=self.seed)
+        barrier(call, context, most_bytes(self.codec, self.flat.numel, context))
 
     def _check_worker(self, what: str) -> None:
         if self.serves:

@@ -209,11 +209,17 @@ def check_identity(
             "schedule itself saved on this rank; the optimizer's own is inside it"
         )
     differing = [name for name in here if there.get(name) != here[name]]
+    if differing == ["rank"]:
+        raise ConfigError(
+            f"this is the state of rank {there['rank']}, loaded by rank {here['rank']}, and what a "
+            'schedule has is each rank\'s own: lc.save({"optimizer": opt}, path), called on all '
+            "ranks, writes the states of all into one file, and lc.load gives each rank its own"
+        )
     if differing:
         wrong = [_difference(name, str(there.get(name)), here[name]) for name in differing]
         raise ConfigError(
-            f"this state has {'; '.join(wrong)}. Load each rank's own state (lc.PerRank in "
-            "torch.distributed.checkpoint), on as many ranks and with the same settings. To "
+            f"this state has {'; '.join(wrong)}. Load each rank's own state (lc.load, or "
+            "lc.PerRank in torch.distributed.checkpoint), on as many ranks and with the same settings. To "
             f"continue with others, load {weights} into the model before making the schedule"
         )
 

@@ -17,6 +17,7 @@ from laconic._settings import whole
 from laconic._version import __version__
 from laconic.codecs import Codec
 from laconic.comm._agreement import require_same_settings
+from laconic.comm._frame import Call
 from laconic.comm._threads import CommLane, own_group
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, pair
@@ -236,7 +237,7 @@ class LocalSGD(torch.optim.Optimizer):
         own, (gradients, moved) = self._vector, self._vector.split(self._message)
         own.flat.read_gradients(gradients, missing_as_zero=True)
         torch.sub(self._common, own.read_buffers(moved), out=moved)
-        self._mean.start(self._step, plain=True)
+        self._mean.start(self._step, made=self._step, plain=True)
         if self._finite():
             own.flat.write_gradients(gradients)
             self._common.sub_(moved)
@@ -266,7 +267,7 @@ class LocalSGD(torch.optim.Optimizer):
             self._vector.flat.read(self._vector.split(self._start)[0])
         self._exchanges += 1
         self._sent_at = self._step
-        self._mean.start(self._exchanges)
+        self._mean.start(self._exchanges, made=self._step)
 
     def _finite(self) -> bool:
         """Wait for the mean; False on all ranks, and counted, if it is not finite."""
@@ -314,6 +315,14 @@ class LocalSGD(torch.optim.Optimizer):
     def wait(self) -> None:
         """Until no exchange is in flight; its result is applied at its own step."""
         self._mean.arrived()
+
+    def barrier(self, call: Call = Call.BARRIER) -> None:
+        """Return when all ranks have come here after the same step; an error on all if not.
+
+        Ranks that go on find it out at their next exchange.
+        """
+        self.wait()
+        self._mean.barrier(call, self._step)
 
     def synchronize(self) -> None:
         """Bring all ranks to common weights now, in the middle of a period, too; on all ranks."""

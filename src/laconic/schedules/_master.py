@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.codecs import Codec, Uncompressed
+from laconic.comm._barrier import barrier, most_bytes
 from laconic.comm._context import ExchangeContext, ExchangeMemory, ExchangeSession, Traffic, encode
+from laconic.comm._frame import Call
 from laconic.comm._threads import CommLane, CommStream, InFlight
 from laconic.comm._transport import no_values
 from laconic.exchanges._error_report import error_stats
@@ -89,20 +91,31 @@ class ShardedMaster:
         lane: CommLane,
         seed: int,
         memory: ExchangeMemory,
+        codec: Codec,
     ) -> None:
-        self.flat, self._lane = flat, lane
+        self.flat, self._lane, self._codec = flat, lane, codec
         rank = lane.group.rank()
         self.shard = Shard(optimizer, flat.chunks(weights)[rank], flat.parts(rank))
         self.in_flight = InFlight(CommStream(lane, flat.device))
         self._session = ExchangeSession(seed=seed, memory=memory, traffic=lane.traffic)
+        self._begins = True  # nothing tells yet that other ranks are at this step, too
 
     def start(self, one: Round) -> None:
         self._lane.plain_bytes += self.flat.ring_bytes(self._lane.group.size())
         self.in_flight.start(one.step, partial(self._run, one))
 
     def gather(self, step: int, out: Tensor) -> None:
+        self.barrier(Call.GLOBAL_WEIGHTS, step)
         context = self._context(step)
         self.in_flight.now(partial(pull, self.flat, self.shard.weights, NO_CODEC, context, out))
+
+    def barrier(self, call: Call, step: int) -> None:
+        """After all rounds; see `Schedule.barrier`."""
+        self.in_flight.now(partial(self._barrier, call, self._context(step)))
+
+    def _barrier(self, call: Call, context: ExchangeContext) -> None:
+        longest = self.flat.edges[1]  # the first chunk is as long as any
+        barrier(call, context, most_bytes(self._codec, longest, context))
 
     @property
     def skipped(self) -> tuple[int, int]:
@@ -121,9 +134,13 @@ class ShardedMaster:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.shard.load_state_dict(state)
+        self._begins = True
 
     def _run(self, one: Round) -> None:
         context, weights = self._context(one.step), self.shard.weights
+        if self._begins:
+            self._barrier(Call.FIRST_STEP, context)
+            self._begins = False
         found_inf = push(self.flat, one.g, one.found_inf, one.codec, context, self.shard.mean)
         self.shard.step(one.settings, found_inf)
         if one.pull_codec is None:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from laconic._scratch import copy_all
 from laconic._wire import DTYPES
 from laconic.codecs import Codec
+from laconic.comm._barrier import barrier, most_bytes
 from laconic.comm._context import ExchangeContext, ExchangeSession
+from laconic.comm._frame import Call
 from laconic.comm._sums import plain_mean
 from laconic.comm._threads import CommLane, CommStream, Work
 from laconic.errors import ConfigError
@@ -127,16 +129,21 @@ class MeanInFlight:
         self.message = message = vector.empty()
         self._codec, self._exchange = codec, exchange
         self._encoded, self._places = vector.encoded, vector.places
+        self._plain_bytes = 4 * (vector.numel - vector.encoded)
         self.session = ExchangeSession(seed=seed, traffic=lane.traffic)
         self.in_flight = False  # a message was started and not waited for
         self._lane, self._stream = lane, CommStream(lane, message.device)
         self._work: Work | None = None
         self._largest = 0.0  # magnitude in the mean
+        self._begins = True  # nothing tells yet that other ranks are at this step, too
 
-    def start(self, step: int, *, plain: bool = False) -> None:
-        """Returns at once; do not touch the message until wait(). `step` names its draws."""
+    def start(self, step: int, *, made: int, plain: bool = False) -> None:
+        """Returns at once; do not touch the message until wait(). `step` names its draws.
+
+        `made` steps were taken by this rank.
+        """
         context = self.session.context(self._lane.group, step=step, places=self._places)
-        self._work = self._stream.submit(partial(self._mean, context, plain))
+        self._work = self._stream.submit(partial(self._mean, context, made, plain))
         self.in_flight = True
 
     def wait(self) -> bool:
@@ -150,6 +157,14 @@ class MeanInFlight:
         if self._work is not None:
             self._work.wait()
         return self._largest
+
+    def barrier(self, call: Call, made: int) -> None:
+        """After what is in flight; see `Schedule.barrier`."""
+        self._stream.submit(partial(self._barrier, call, made)).wait()
+
+    def _barrier(self, call: Call, made: int) -> None:
+        context = self.session.context(self._lane.group, step=made, places=self._places)
+        barrier(call, context, most_bytes(self._codec, self._encoded, context) + self._plain_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         """Waits for a message that is in flight, and includes its mean."""
@@ -169,9 +184,13 @@ class MeanInFlight:
             self.message.copy_(state["message"])
             self._largest = float(state["largest"])
         self.session.memory.load_state_dict(state)
+        self._begins = True
 
-    def _mean(self, context: ExchangeContext, plain: bool) -> None:
+    def _mean(self, context: ExchangeContext, made: int, plain: bool) -> None:
         """In the thread. It waits for the device: the largest value of the mean is read."""
+        if self._begins:
+            self._barrier(Call.FIRST_STEP, made)
+            self._begins = False
         x, rest = self.message.tensor_split([self._encoded])
         if context.size == 1:  # its own mean; a codec would only add noise
             pass

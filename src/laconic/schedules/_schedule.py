@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from laconic.comm._frame import Call
 from laconic.comm._statistics import CompressionStats
 
 
@@ -78,6 +79,13 @@ class Schedule(Protocol):
         """Inside, the model has the weights to evaluate and save; this rank's own ones afterwards.
 
         All ranks must enter: weights that are cut among ranks are gathered.
+        """
+        ...
+
+    def barrier(self, call: Call = Call.BARRIER) -> None:
+        """Return when all ranks have come here after the same step; an error on all if not.
+
+        `call` is what they are about to do together: `lc.save` comes here first.
         """
         ...
 

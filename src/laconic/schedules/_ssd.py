@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from laconic._settings import whole
 from laconic.codecs import Codec
+from laconic.comm._frame import Call
 from laconic.comm._threads import CommLane, own_group
 from laconic.errors import ConfigError
 from laconic.schedules._costs import ScheduleCost, SSDCost
@@ -128,20 +129,21 @@ class SSD(FlatOptimizer):
         self.serves = roles is not None and roles.serves  # this rank keeps weights: call serve()
         self._begin(model, self._lane.group, servers or self._lane.size)
         self._pulls = 0
+        self._server_master: ServerMaster | None = None
+        self._sharded: ShardedMaster | None = None
         if roles and roles.serves:
             self._keep(roles, most_delay=None)
             return
         decoupled = isinstance(optimizer, AdamW)
         self._replica = Replica(self.flat, self.local, period, decoupled=decoupled)
-        self._server_master: ServerMaster | None = None
         self._master: Master
         if roles:
             self._master = self._server_master = ServerMaster(
                 self.flat, roles, self._lane, seed, self.pull_codec, self._memory
             )
         else:
-            self._master = ShardedMaster(
-                self.flat, optimizer, self._replica.own, self._lane, seed, self._memory
+            self._master = self._sharded = ShardedMaster(
+                self.flat, optimizer, self._replica.own, self._lane, seed, self._memory, self.codec
             )
         self._gradients = self.flat.empty(), self.flat.empty()  # one is sent, one is filled
 
@@ -188,6 +190,14 @@ class SSD(FlatOptimizer):
         """Until nothing is in flight; errors of the communication thread are raised here."""
         if not self.serves:
             self._master.in_flight.wait_for_all()
+
+    def barrier(self, call: Call = Call.BARRIER) -> None:
+        """Return when all ranks have come here after the same step; an error on all if not."""
+        if self._sharded is None:
+            super().barrier(call)
+            return
+        self.wait()
+        self._sharded.barrier(call, self._steps)
 
     def leave(self) -> None:
         """On a worker: servers continue without it. Every worker must, for `serve` to return."""

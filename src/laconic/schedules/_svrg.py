@@ -17,7 +17,9 @@ from laconic._settings import whole
 from laconic._version import __version__
 from laconic.codecs import QSGD, Codec, Place
 from laconic.comm._agreement import require_same_settings
+from laconic.comm._barrier import barrier, most_bytes
 from laconic.comm._context import ExchangeSession
+from laconic.comm._frame import Call
 from laconic.comm._sums import sum_in_place
 from laconic.comm._threads import CommLane, own_group
 from laconic.errors import ConfigError
@@ -129,6 +131,7 @@ class QSVRG:
         self._batch_size, self._full_batch = batch_size, full_batch
         self._world = World(group, timeout_s, flat.device, seed)
         self._epochs = self._step = self._taken = 0  # epochs ended; all steps; those of this epoch
+        self._begins = True  # nothing tells yet that other ranks are at this step, too
         self._since, self._seen = 0, torch.full((2,), math.nan)
         self._x, self._center, self._gradient, self._drift = (
             flat.empty().zero_() for _ in _VECTORS
@@ -171,6 +174,9 @@ class QSVRG:
 
     def step(self) -> None:
         """One step; the first of an epoch computes ∇f(y), the last one moves y."""
+        if self._begins:
+            self.barrier(Call.FIRST_STEP)
+            self._begins = False
         if not self._taken:
             self._open()
         with torch.no_grad():
@@ -256,6 +262,10 @@ class QSVRG:
         finally:
             self._flat.write(self._x)
 
+    def barrier(self, call: Call = Call.BARRIER) -> None:
+        """Return when all ranks have come here after the same step; an error on all if not."""
+        self._world.barrier(call, self._step, self.codec, self._x.numel())
+
     @contextmanager
     def latest_weights(self) -> Iterator[int]:
         """As `global_weights`: x is the same on all ranks after every step. 0 steps old."""
@@ -309,6 +319,7 @@ class QSVRG:
         for name in _VECTORS:
             getattr(self, f"_{name}").copy_(state[name])
         self._flat.write(self._x)
+        self._begins = True
 
     def _fixed(self) -> dict[str, str]:
         """What a resumed run must not change; its lr it may."""
@@ -379,6 +390,12 @@ class World:
         if self._group is not None:
             require_same_settings(settings, self._group, self._device)
             exchange.prepare(self._group)
+
+    def barrier(self, call: Call, step: int, codec: Codec, numel: int) -> None:
+        """See `Schedule.barrier`."""
+        if self._group is not None:
+            context = self.session.context(self._group, step=step)
+            barrier(call, context, most_bytes(codec, numel, context))
 
     def gather(self, number: int) -> list[int]:
         """Every rank's number."""
