@@ -219,8 +219,9 @@ def check_identity(
         wrong = [_difference(name, str(there.get(name)), here[name]) for name in differing]
         raise ConfigError(
             f"this state has {'; '.join(wrong)}. Load each rank's own state (lc.load, or "
-            "lc.PerRank in torch.distributed.checkpoint), on as many ranks and with the same settings. To "
-            f"continue with others, load {weights} into the model before making the schedule"
+            "lc.PerRank in torch.distributed.checkpoint), on as many ranks and with the same "
+            f"settings. To continue with others, load {weights} into the model before making the "
+            "schedule"
         )
 
 
