@@ -213,7 +213,8 @@ def check_identity(
         raise ConfigError(
             f"this is the state of rank {there['rank']}, loaded by rank {here['rank']}, and what a "
             'schedule has is each rank\'s own: lc.save({"optimizer": opt}, path), called on all '
-            "ranks, writes the states of all into one file, and lc.load gives each rank its own"
+            "ranks, writes the states of all into one file, and lc.load gives each rank its own "
+            "(lc.PerRank in torch.distributed.checkpoint)"
         )
     if differing:
         wrong = [_difference(name, str(there.get(name)), here[name]) for name in differing]
