@@ -449,7 +449,9 @@ class LocalSGD(torch.optim.Optimizer):
             self._start.copy_(state["start"])
         self._step, self._exchanges = int(state["step"]), int(state["exchanges"])
         self._skipped = int(state["skipped"])
-        self._sent_at, self._common_at = int(state["sent at"]), int(state["common at"])
+        # states of earlier versions do not have these; only `latest_weights` uses them
+        self._sent_at = int(state.get("sent at", self._step))
+        self._common_at = int(state.get("common at", self._step))
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch keeps its tensors
         if self._outer is not None:
             self._outer.load_state_dict(copy.deepcopy(state["outer"]))
