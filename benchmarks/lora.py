@@ -1,10 +1,11 @@
 """Steps of a LoRA fine-tune over a slow link: time and bytes, plain DDP beside codecs.
 
-    python -m benchmarks.lora [--rate 50] [--ranks 8,128] [--steps N] [--save]
+    python -m benchmarks.lora [--rate 50] [--cases 8/1,8/4,128/4] [--steps N] [--save]
 
 Two hosts in the lab. A vision transformer (8 layers, width 512, 25M parameters, random weights)
-learns handwritten digits in batches of 4 per worker, AdamW, with PEFT's adapters on all its linear
-layers; nothing else trains. Strategies take turns; plain DDP is first and last.
+learns handwritten digits, AdamW, with PEFT's adapters on all its linear layers; nothing else
+trains. A case is the adapters' rank and a worker's batch, which decides how long a step computes.
+Strategies take turns; plain DDP is first and last.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import laconic as lc
 from benchmarks._rows import command_line, keep, quantiles
 from laconic import lab
 
-HOSTS, BATCH = 2, 4
+HOSTS = 2
 PLAIN = "fp32 (no hook)"
 ORDER = (PLAIN, "fp16", "dqsg:bits=4", "ecdq:error=0.08", PLAIN)
 _UNMEASURED = 3  # steps: DDP rebuilds its buckets, the first one of ecdq is not encoded
@@ -54,7 +55,7 @@ def adapted(r: int) -> nn.Module:
 
 
 def worker() -> None:
-    """Answer lines of JSON, {"strategy": .., "r": .., "steps": ..}, until stdin ends."""
+    """Answer lines of JSON, such as {"strategy": .., "r": 8, "batch": 1, "steps": 8}."""
     from sklearn.datasets import load_digits
 
     torch.set_num_threads(1)
@@ -79,7 +80,7 @@ def worker() -> None:
             if step == _UNMEASURED and handle is not None:
                 before = handle.stats().sent_bytes
             began = time.perf_counter()
-            index = torch.randint(len(y), (BATCH,), generator=generator)
+            index = torch.randint(len(y), (job["batch"],), generator=generator)
             optimizer.zero_grad()
             logits = model(pixel_values=x[index]).logits
             nn.functional.cross_entropy(logits, y[index]).backward()
@@ -96,22 +97,22 @@ def worker() -> None:
     dist.destroy_process_group()
 
 
-def measured(run: Any, r: int, strategy: str, steps: int) -> dict[str, Any]:
+def measured(run: Any, r: int, batch: int, strategy: str, steps: int) -> dict[str, Any]:
     """A row; times are means over ranks."""
-    run.send(json.dumps({"strategy": strategy, "r": r, "steps": steps}))
+    run.send(json.dumps({"strategy": strategy, "r": r, "batch": batch, "steps": steps}))
     answers = [json.loads(line) for line in run.receive(timeout_s=_PATIENCE_S)]
     seconds = [statistics.mean(step) for step in zip(*(a["seconds"] for a in answers), strict=True)]
     sent = statistics.mean(answer["sent_bytes"] for answer in answers)
-    row = {"r": r, "values": answers[0]["values"], "strategy": strategy, "steps": steps}
-    return {**row, **quantiles(seconds), "sent_bytes": sent}
+    row = {"r": r, "batch": batch, "values": answers[0]["values"], "strategy": strategy}
+    return {**row, "steps": steps, **quantiles(seconds), "sent_bytes": sent}
 
 
 def main() -> None:
     """Measure, print, and save if asked."""
     parser = command_line(__doc__)
     parser.add_argument("--rate", type=float, default=50.0, help="Mbit/s")
-    parser.add_argument("--ranks", default="8,128", help="of adapters")
-    parser.add_argument("--steps", type=int, default=12, help="of each strategy")
+    parser.add_argument("--cases", default="8/1,8/4,128/4", help="rank of adapters / batch")
+    parser.add_argument("--steps", type=int, default=8, help="of each strategy")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -123,8 +124,9 @@ def main() -> None:
     with lab.Lab(hosts=HOSTS, rate_mbit=options.rate) as net:
         run = net.start([sys.executable, "-m", "benchmarks.lora", "--worker"], talk=True)
         run.receive(timeout_s=_PATIENCE_S)
-        for r in map(int, options.ranks.split(",")):
-            found = [measured(run, r, strategy, options.steps) for strategy in ORDER]
+        for case in options.cases.split(","):
+            r, batch = map(int, case.split("/"))
+            found = [measured(run, r, batch, strategy, options.steps) for strategy in ORDER]
             plain = [row for row in found if row["strategy"] == PLAIN]
             middle = statistics.mean(row["ms"] for row in plain)
             for row in found:

@@ -110,9 +110,8 @@ communication: two cores compute and encode for four workers.
 ## Adapters over a slow link
 
 `python -m benchmarks.lora --save`, {_machine("lora")}. Two hosts, links of 50 Mbit/s; a vision
-transformer of 25 million parameters with PEFT's adapters on all linear layers, AdamW, batch 4 per
-worker. Milliseconds per step (quartiles), relative to plain DDP before and after; bytes per rank
-and step.
+transformer of 25 million parameters with PEFT's adapters on all linear layers, AdamW. Milliseconds
+per step (quartiles), relative to plain DDP before and after; bytes per rank and step.
 
 {_lora()}
 
@@ -408,7 +407,7 @@ def _schedules() -> str:
 def _lora() -> str:
     lines = []
     for row in load("lora")["rows"]:
-        values = f"r = {row['r']} ({row['values'] / 1e6:.2f} million)"
+        values = f"r = {row['r']} ({row['values'] / 1e6:.2f} million), batch {row['batch']}"
         time = f"{row['ms']:.0f} ({row['ms_q1']:.0f}-{row['ms_q3']:.0f})"
         sent = f"{row['sent_bytes'] / 1e3:.0f}"
         cells = [f"{row['times_faster']:.2f}", sent, f"{row['times_fewer']:.1f}"]
