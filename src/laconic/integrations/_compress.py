@@ -8,6 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -197,6 +198,17 @@ class Compression:
             before.close()
         self._wrapped, self._inside = weakref.ref(model), weakref.ref(inside)
         return True
+
+    @property
+    def adds_up_shards(self) -> bool:
+        """Whether gradients of several backwards can be added up at the cost of a shard."""
+        return isinstance(self.handle, FSDPHandle) and self.handle.between == "replicas"
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """For backward of a micro-batch that is not the last one of a step."""
+        if isinstance(self.handle, FSDPHandle):
+            return self.handle.accumulate(last=False)
+        return nullcontext()
 
     def close(self) -> None:
         """Give threads, connections and process groups back."""

@@ -6,6 +6,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from laconic.exchanges import Exchange, ScatterReduce
 from laconic.exchanges._error_report import error_stats
 from laconic.exchanges._policy import Chooser, policy_for
 from laconic.exchanges._preconditioner import BLOCKS
+from laconic.integrations._fsdp_accumulation import check_exchanged, without_exchange
 from laconic.integrations._fsdp_comms import AllGather, ReduceScatter, Replicas
 from laconic.integrations._fsdp_units import Run, Unit, groups_of, sharded_parameter, unit_of
 from laconic.integrations._handle import (
@@ -94,9 +96,27 @@ class FSDPHandle:
         self._late = LateParameters(model, model.parameters(), "fully_shard(model)")
         listen_to_steps(self)
 
+    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
+        """Gradient accumulation: backwards inside add up, and the last one exchanges the sum.
+
+        One exchange per step of the optimizer, with the loss of a micro-batch divided by their
+        number as usual:
+
+            for i, batch in enumerate(batches):
+                with handle.accumulate(last=i == len(batches) - 1):
+                    (loss(batch) / len(batches)).backward()
+            optimizer.step()
+
+        Between replicas the sum is one shard, in the reduce dtype: shards still reduce-scatter at
+        every backward. Where reduce-scatters are encoded themselves, each rank keeps a whole
+        gradient, as with `set_requires_gradient_sync(False)`.
+        """
+        return nullcontext() if last else without_exchange(self._units, self.between)
+
     def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step: of this model, or of another one."""
         self._late.check(optimizer)
+        check_exchanged(self._units, parameters_of(optimizer))
         model = None if self._has_stepped else self._model()
         own = set() if model is None else {id(one) for one in model.parameters()}
         if any(id(one) in own for one in parameters_of(optimizer)):

@@ -36,7 +36,8 @@ class Compress(Callback):
     For strategies of DDP ("ddp", DDPStrategy) and FSDP2 (ModelParallelStrategy); on one process it
     does nothing, with a message. Every `log_every_n_steps` of the Trainer its loggers get
     "laconic/ratio", "laconic/sent_bytes" and so on, of rank 0; `log=False` for none. Checkpoints
-    hold the state of all ranks (`lc.AllRanks`). Under DDP gradients are encoded in the units of the
+    hold the state of all ranks (`lc.AllRanks`). With `accumulate_grad_batches` replicas exchange
+    gradients once per step. Under DDP gradients are encoded in the units of the
     Trainer's optimizers, as `lc.compress(optimizer=)` does it; `optimizer=None` for their own.
     """
 
@@ -61,6 +62,9 @@ class Compress(Callback):
         wrapped = pl_module if model is None else model
         if not self._compression.start(wrapped, _ADVICE, trainer.optimizers):
             rank_zero_info("laconic: a single process sends nothing, so nothing is compressed")
+        if self._compression.adds_up_shards:  # only of DDP Lightning knows how to leave it out
+            strategy: Any = trainer.strategy
+            strategy.block_backward_sync = self._compression.accumulating
         self._restore()
 
     def on_train_batch_end(
