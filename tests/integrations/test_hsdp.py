@@ -1,4 +1,4 @@
-"""Replicas of shards on 2×2 real ranks: gradient accumulation, with one exchange per step."""
+"""Replicas of shards on 2×2 real ranks: gradient accumulation, and replicas that train alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from helpers import equal
 from test_fsdp import (
     CODED,
     batch,
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import laconic as lc
+from laconic.integrations._checkpoint import unpacked
 
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_reduce_scatter"),
@@ -177,11 +179,228 @@ def a_step_without_exchange_is_named(rank: int) -> dict[str, bool]:
     }
 
 
+# LocalSGD between replicas
+
+H = 3  # steps between two exchanges
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def alone(spec: str, **options: Any) -> tuple[Any, lc.LocalSGD]:
+    model = shard(network(), mesh=mesh_2x2())
+    return model, lc.LocalSGD(sgd(model.parameters()), model, codec=spec, **options)
+
+
+def run(model: Any, optimizer: Any, steps: int, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        found = loss(model, *batch(dist.get_rank(), step))
+        found.backward()
+        optimizer.step()
+        losses.append(float(found.detach()))
+    return losses
+
+
+def by_hand(steps: int, period: int, outer: lc.Nesterov | None) -> dict[str, Tensor]:
+    """The same on whole models in one process: two replicas, each of the mean of two batches."""
+    models = [network() for _ in range(2)]
+    optimizers = [sgd(model.parameters()) for model in models]
+    common = [p.detach().clone() for p in models[0].parameters()]
+    momenta = [torch.zeros_like(p) for p in common]
+    for step in range(steps):
+        for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            for one in range(2):
+                (loss(model, *batch(2 * replica + one, step)) / 2).backward()
+            optimizer.step()
+        if (step + 1) % period == 0:
+            for x, m, a, b in zip(
+                common, momenta, *(one.parameters() for one in models), strict=True
+            ):
+                moved = x - (a.detach() + b.detach()) / 2
+                if outer is None:
+                    x.sub_(moved)
+                else:
+                    outer.step(x, moved, m)
+                a.detach().copy_(x)
+                b.detach().copy_(x)
+    return {name: p.detach() for name, p in models[0].named_parameters()}
+
+
+def replicas_train_alone(rank: int) -> dict[str, bool]:
+    """What whole models would, with codec none; equal at exchanges, and different between."""
+    found = {}
+    for name, outer in (("mean", None), ("DiLoCo", lc.Nesterov())):
+        model, optimizer = alone("none", period=H, outer=outer)
+        run(model, optimizer, 2 * H)
+        found[f"{name}: by hand"] = near(full(model), by_hand(2 * H, H, outer))
+        found[f"{name}: equal"] = equal_everywhere(full(model))
+        run(model, optimizer, 1, first=2 * H)
+        found[f"{name}: alone"] = not equal_everywhere(full(model))
+        found[f"{name}: exchanges"] = optimizer.stats().exchanges == 2
+        optimizer.close()
+    plain = shard(network(), mesh=mesh_2x2())
+    run(plain, sgd(plain.parameters()), 4)
+    for options in ({"period": 1}, {"period": H, "warmup_steps": 4}):
+        model, optimizer = alone("none", **options)
+        run(model, optimizer, 4)
+        found[f"{options}: synchronous"] = near(full(model), full(plain))
+    optimizer.close()  # and FSDP averages gradients between replicas again
+    model.zero_grad()
+    plain.zero_grad()
+    for one in (model, plain):
+        loss(one, *batch(rank, 9)).backward()
+    found["closed"] = near(gradients(model), gradients(plain))
+    return found
+
+
+def near(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.allclose(a[k], b[k], atol=1e-5) for k in a)
+
+
+def progress_is_encoded(rank: int) -> dict[str, bool]:
+    found = {}
+    for spec in ("ecdq:error=0.08", "feedback(qsgd:bits=4)"):
+        for overlap in (False, True):
+            model, optimizer = alone(spec, period=H, outer=lc.Nesterov(), overlap=overlap)
+            losses, name = run(model, optimizer, 8 * H), f"{spec}, {overlap}: "
+            found[name + "learns"] = sum(losses[-H:]) < 0.8 * sum(losses[:H])
+            optimizer.synchronize()
+            found[name + "equal"] = equal_everywhere(full(model))
+            found[name + "bytes"] = optimizer.stats().ratio > 4 * H
+            optimizer.close()
+    model, optimizer = alone("ecdq:error=0.08", period=H)
+    x = batch(0, 99)[0]
+    run(model, optimizer, H + 1)
+    weights, own = full(model), model(x).detach()  # forward leaves the root's weights whole
+    with optimizer.global_weights():
+        common = model(x).detach()
+        found["common"] = equal_everywhere({"": common}) and not torch.equal(common, own)
+    found["own again"] = torch.equal(model(x), own)
+    model.reshard()
+    found["own weights"] = equal(full(model), weights)
+    return found
+
+
+def what_a_shard_resumes_from(rank: int) -> dict[str, bool]:
+    """Each rank's own state; that of another shard is refused."""
+    found = {}
+    for name, kind in (("sgd", sgd), ("adam", lambda some: torch.optim.AdamW(some, lr=1e-3))):
+        made = [shard(network(), mesh=mesh_2x2()) for _ in range(2)]
+        first, again = (
+            lc.LocalSGD(kind(one.parameters()), one, codec="feedback(qsgd:bits=4)", period=H)
+            for one in made
+        )
+        run(made[0], first, H + 1)
+        state = lc.PerRank(first).state_dict()
+        every: list[Any] = [None] * 4
+        dist.all_gather_object(every, state)
+        run(made[0], first, H, first=H + 1)
+        lc.PerRank(again).load_state_dict(state)
+        run(made[1], again, H, first=H + 1)
+        want, got = full(made[0]), full(made[1])
+        found[name] = equal(got, want)
+        try:  # of the other shard
+            other = rank ^ 1
+            again.load_state_dict(unpacked(every[other][f"rank {other}"]))
+            found[f"{name}: refused"] = False
+        except lc.ConfigError as problem:
+            found[f"{name}: refused"] = "shard" in str(problem)
+    return found
+
+
+def infinity_in_one_shard_reaches_all(rank: int) -> dict[str, bool]:
+    """No shard makes the outer step if the mean of another one is not finite."""
+    model, optimizer = alone("dqsg:bits=8", period=H)
+    run(model, optimizer, H)
+    before = full(model)
+    run(model, optimizer, H - 1, first=H)
+    optimizer.zero_grad()
+    loss(model, *batch(rank, 2 * H)).backward()
+    if rank == 3:
+        model.second.linear.weight.grad.to_local().fill_(torch.inf)
+    optimizer.step()
+    found = {
+        "skipped": optimizer.stats().skipped == 1,
+        "back": equal(full(model), before),
+    }
+    run(model, optimizer, H, first=2 * H)
+    return found | {"goes on": all(bool(x.isfinite().all()) for x in full(model).values())}
+
+
+def meshes_and_refusals(rank: int) -> dict[str, bool]:
+    mesh, found = mesh_2x2(), {}
+    pairs = {name: mesh[name].get_group() for name in ("replicate", "shard")}
+
+    model = shard(network(), mesh=mesh["shard"])  # each replica by itself
+    optimizer = lc.LocalSGD(
+        sgd(model.parameters()), model, codec="none", period=H, group=pairs["replicate"]
+    )
+    run(model, optimizer, H)
+    found["1-D"] = near(full(model), by_hand(H, H, None))
+
+    def local(one: Any, **options: Any) -> lc.LocalSGD:
+        return lc.LocalSGD(sgd(one.parameters()), one, codec="none", **options)
+
+    def mixed() -> Any:
+        one = network()
+        shard(one.first, nested=False, mesh=mesh["shard"])
+        return shard(one, nested=False, mesh=mesh)
+
+    def ignoring() -> Any:
+        one = network()
+        return shard(one, nested=False, mesh=mesh, ignored_params={one.wide})
+
+    def scaled() -> None:
+        model, optimizer = alone("none")
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss(model, *batch(rank, 0))).backward()
+        scaler.step(optimizer)
+
+    flat, encoded = shard(network(), mesh=mesh["shard"]), made("none")[0]
+    apart, _ = alone("none")
+    cases: dict[str, Callable[[], Any]] = {
+        "1-D mesh": lambda: local(flat),
+        "hold the same shard": lambda: local(flat, group=pairs["shard"]),
+        "hold the same shard as": lambda: local(encoded_not(), group=dist.group.WORLD),
+        'between="shards"': lambda: local(encoded),
+        "lc.LocalSGD exchanges": lambda: lc.compress(apart, "none"),
+        "different meshes": lambda: local(mixed()),
+        "wide is not sharded": lambda: local(ignoring()),
+        "use lc.LocalSGD": lambda: lc.SSD(torch.optim.SGD(flat.parameters(), lr=0.1), flat),
+        "train in bfloat16": scaled,
+    }
+
+    def encoded_not() -> Any:
+        return shard(network(), mesh=mesh)
+
+    for words, case in cases.items():
+        try:
+            case()
+            found[words] = False
+        except lc.ConfigError as problem:
+            found[words] = words in str(problem)
+
+    both, handle = made("dqsg:bits=8", "shards")  # gradients inside, progress between
+    optimizer = local(both, period=1)
+    run(both, optimizer, 2)
+    found["encoded between shards"] = handle.stats().steps == 2 and equal_everywhere(full(both))
+    return found
+
+
 JOBS: list[Any] = [
     sums_are_exchanged_once,
     sums_are_those_of_torch,
     sums_have_the_reduce_dtype,
     a_step_without_exchange_is_named,
+    replicas_train_alone,
+    progress_is_encoded,
+    what_a_shard_resumes_from,
+    infinity_in_one_shard_reaches_all,
+    meshes_and_refusals,
 ]
 
 

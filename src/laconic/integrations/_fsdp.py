@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +24,7 @@ from laconic.exchanges._policy import Chooser, policy_for
 from laconic.exchanges._preconditioner import BLOCKS
 from laconic.integrations._fsdp_accumulation import check_exchanged, without_exchange
 from laconic.integrations._fsdp_comms import AllGather, ReduceScatter, Replicas
-from laconic.integrations._fsdp_units import Run, Unit, groups_of, sharded_parameter, unit_of
+from laconic.integrations._fsdp_units import Run, Unit, sharded_parameter, unit_of
 from laconic.integrations._handle import (
     CodecPairs,
     Stats,
@@ -40,14 +39,14 @@ from laconic.integrations._monitor import (
     parameters_of,
     warn_of_noise,
 )
+from laconic.sharding._fsdp_shards import OwnReplica, fsdp_modules, groups_of
 
 _BETWEEN = ("shards", "replicas", "both")
 
 
 def is_fsdp(model: nn.Module) -> bool:
     """Whether `fully_shard` was called on the model or a part of it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
-    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in model.modules())
+    return bool(fsdp_modules(model))
 
 
 class FSDPHandle:
@@ -287,6 +286,11 @@ def _agree_in(group: Any, settings: dict[str, str]) -> None:
 
 def _check_new(group: Any) -> None:
     between = getattr(group.mesh_info, "replicate_process_group", None)
+    if isinstance(between, OwnReplica):
+        raise ConfigError(
+            "lc.LocalSGD exchanges weights between the replicas of this model: to encode gradients "
+            'between shards, too, call lc.compress(.., between="shards") before making it'
+        )
     if isinstance(group._reduce_scatter_comm, ReduceScatter) or isinstance(between, Replicas):
         raise ConfigError("this model is compressed already: call compress once")
 

@@ -15,6 +15,7 @@ from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._scatter_reduce import gather, scatter_in_budget
 from laconic.integrations._fsdp_units import ShardLayout, SlotBuffers, Unit, places
+from laconic.sharding._fsdp_shards import Done, InPlaceOfReplicas
 
 
 class _FSDPBuffers:
@@ -153,12 +154,8 @@ class AllGather(_FSDPBuffers):
         coded.store()
 
 
-class Replicas(dist.ProcessGroup):
-    """The group between replicas (HSDP): its all-reduce is an exchange of encoded shards.
-
-    FSDP's all-reduce hook runs after its own all-reduce and cannot replace it; its process group
-    can. What FSDP does around it (partial sums without all-reduce, factors, streams) stays.
-    """
+class Replicas(InPlaceOfReplicas):
+    """The group between replicas (HSDP): its all-reduce is an exchange of encoded shards."""
 
     def __init__(
         self,
@@ -166,12 +163,8 @@ class Replicas(dist.ProcessGroup):
         pairs: Mapping[str, tuple[Codec, Exchange]],
         group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(group.rank(), group.size())  # pyright: ignore[reportCallIssue]
-        self.unit, self.pairs, self.group = unit, pairs, group
-
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        """That of the group inside."""
-        return dist.get_backend(self.group)
+        super().__init__(group, group.rank(), group.size())
+        self.unit, self.pairs = unit, pairs
 
     def allreduce(  # pyright: ignore[reportIncompatibleMethodOverride] (one of its three forms)
         self, tensors: Sequence[Tensor], opts: Any
@@ -190,7 +183,7 @@ class Replicas(dist.ProcessGroup):
                 self._mean(out, layout, step)
                 if (scale := factor(op, n)) != 1:
                     out.mul_(scale)
-        return _Done()
+        return Done()
 
     def _mean(self, out: Tensor, layout: ShardLayout, step: int) -> None:
         """The mean over replicas of this shard, in place."""
@@ -218,14 +211,6 @@ class Replicas(dist.ProcessGroup):
             coded.store()
             uncompressed.store()
             plain = ()  # they have travelled
-
-
-class _Done(dist.Work):
-    """Of an exchange that is over when its call returns."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        del timeout
-        return True
 
 
 def factor(op: Any, ranks: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from laconic._scratch import Scratch, copy_all
 from laconic.codecs import Place
@@ -281,27 +281,6 @@ class Unit:
             raise ConfigError("this handle was closed: close() comes after the last step")
         tensor = slots[0].parameter.number * _LANES + lane
         return session.context(group, step=step, tensor=tensor, places=places)
-
-
-def groups_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """torch's parameter groups, each with the name of its (first) module."""
-    from torch.distributed.fsdp import FSDPModule
-
-    seen = set()
-    for name, part in model.named_modules():
-        if not isinstance(part, FSDPModule) or id(part._get_fsdp_state()) in seen:
-            continue
-        state: Any = part._get_fsdp_state()
-        seen.add(id(state))
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # one of them, in older torch
-            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-        if len(groups) > 1:
-            raise ConfigError(
-                f"{name or 'the root module'} is sharded on several meshes (shard_placement_fn), "
-                "where FSDP's collectives cannot be replaced: give each mesh a module of its own"
-            )
-        yield from ((name, group) for group in groups)
 
 
 def unit_of(name: str, group: Any, parameters: tuple[ShardedParameter, ...], run: Run) -> Unit:

@@ -23,6 +23,7 @@ from laconic.exchanges import ScatterReduce
 from laconic.exchanges._preconditioner import BLOCKS, amplified, divides
 from laconic.exchanges._side_information import check_nesting
 from laconic.schedules._rules import AdamRule, LocalRule, MomentumRule
+from laconic.sharding._fsdp_shards import fsdp_modules, is_dtensor, own_values
 from laconic.sharding._shard import check_optimizer
 
 _log = logging.getLogger("laconic")
@@ -33,8 +34,8 @@ _RULES: dict[type[Optimizer], LocalRule] = {
 }
 
 
-def check_module(model: object) -> None:
-    """ConfigError, with what works, unless this is a plain module."""
+def check_module(model: object, *, sharded: bool = False) -> None:
+    """ConfigError, with what works, unless this is a plain module, or one of FSDP2 if `sharded`."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"give a torch.nn.Module, not {type(model).__name__}")
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
@@ -44,22 +45,24 @@ def check_module(model: object) -> None:
                 "give the module itself, not its DistributedDataParallel: the schedule exchanges "
                 "by itself, and DDP would do it a second time"
             )
-        if fsdp and isinstance(part, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
+        if fsdp and isinstance(part, fsdp.FullyShardedDataParallel):
+            raise ConfigError("this is FSDP1: call fully_shard (FSDP2) on the model instead")
+        if fsdp and isinstance(part, fsdp.FSDPModule) and not sharded:
             raise ConfigError(
-                "every rank needs a whole model of its own, which FSDP cuts: use lc.compress for it"
+                "every rank needs a whole model of its own, which FSDP cuts: use lc.LocalSGD, "
+                "between replicas of a model that is sharded on a 2-D mesh, or lc.compress"
             )
-    _check_tensors(model)
+    _check_tensors(model, sharded and bool(fsdp_modules(model)))
 
 
-def _check_tensors(model: nn.Module) -> None:
+def _check_tensors(model: nn.Module, sharded: bool) -> None:
     """ConfigError for tensors that a rank cannot send to another one as they are."""
-    cut = sys.modules.get("torch.distributed.tensor")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ConfigError(f"{name} has no shape yet: run a batch through the lazy module first")
         if tensor.is_meta:
             raise ConfigError(f"{name} is on the meta device: model.to_empty(..), then fill it")
-        if cut and isinstance(tensor, cut.DTensor):
+        if is_dtensor(tensor) and not sharded:
             raise ConfigError(
                 f"{name} is cut among ranks (a DTensor), and a schedule needs all of the model on "
                 "every rank: use lc.compress"
@@ -77,11 +80,11 @@ def same_start(model: nn.Module, group: dist.ProcessGroup) -> None:
     As bytes: Gloo does not take all dtypes.
     """
     named = dict((*model.named_parameters(), *model.named_buffers()))
-    forms = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()}
-    require_same_settings(forms, group, next(iter(named.values())).device)
+    values = {name: own_values(tensor) for name, tensor in named.items()}
+    forms = {name: f"{tuple(value.shape)} {value.dtype}" for name, value in values.items()}
+    require_same_settings(forms, group, next(iter(values.values())).device)
     first = dist.get_global_rank(group, 0)
-    for tensor in filter(Tensor.numel, named.values()):
-        own = tensor.detach()
+    for own in filter(Tensor.numel, values.values()):
         whole = own.resolve_conj().resolve_neg().contiguous()
         dist.broadcast(whole.view(-1).view(torch.uint8), first, group=group)
         own.copy_(whole)

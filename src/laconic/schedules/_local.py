@@ -43,6 +43,13 @@ from laconic.schedules._outer import (
     outer_step,
 )
 from laconic.schedules._schedule import BudgetStats
+from laconic.sharding._fsdp_shards import (
+    ShardedReplica,
+    cut_state,
+    fsdp_modules,
+    own_state,
+    own_values,
+)
 from laconic.sharding._trained import Trained
 
 
@@ -96,6 +103,11 @@ class LocalSGD(torch.optim.Optimizer):
     to x_t, and momentum that is not finite is forgotten; `stats().skipped` counts it. (What error
     feedback of the other ranks has sent is lost with it.)
 
+    Replicas of shards: a model of FSDP2 on a 2-D mesh, (replicate, shard), averages gradients among
+    the shards of a replica at every step, and a rank exchanges its shard with those that hold the
+    same one; "rank" above is then a replica. FSDP's own all-reduce is off until `close`. On a 1-D
+    mesh give `group=`, the ranks that hold the same shard.
+
     Costs three fp32 copies of the weights (common, start, message), and the outer optimizer's state
     (one for momentum, two for Adam).
 
@@ -139,6 +151,9 @@ class LocalSGD(torch.optim.Optimizer):
         if warmup_steps:
             self._trained.check_dense(model, "warm-up")
         self._vector = ModelVector(self._trained, model, policy)
+        self._replica = _replica(model, self._trained, group)
+        if self._replica is not None:
+            group = self._replica.replicas
         self._lane = CommLane(own_group(group, timeout_s))
         self._weights = self._vector.flat.empty()  # x_t
         self._outer = outer_optimizer(outer, self._weights)
@@ -175,6 +190,7 @@ class LocalSGD(torch.optim.Optimizer):
             "seed": str(self.seed),
             "buffers": str(buffers),
             "parameters": "\n".join(self._vector.lines),
+            **self._shard(),
         }
         require_same_settings(settings, self._lane.group, self._vector.flat.device)
 
@@ -226,6 +242,11 @@ class LocalSGD(torch.optim.Optimizer):
     def _unscaled(self) -> bool:
         """Take GradScaler's scale out of the gradients; whether it found them finite."""
         scale = getattr(self, "grad_scale", None)
+        if scale is not None and self._replica is not None:
+            raise ConfigError(
+                "GradScaler does not know of replicas that train alone: train in bfloat16 "
+                "(MixedPrecisionPolicy), or without LocalSGD"
+            )
         if scale is not None:
             for parameter in self._vector.flat.parameters:
                 if parameter.grad is not None:
@@ -271,14 +292,18 @@ class LocalSGD(torch.optim.Optimizer):
 
     def _finite(self) -> bool:
         """Wait for the mean; False on all ranks, and counted, if it is not finite."""
-        finite = self._mean.wait()
+        finite = self._everywhere(self._mean.wait())
         self._skipped += not finite
         return finite
+
+    def _everywhere(self, fine: bool) -> bool:
+        """What is true in an exchange of one shard, and must be of all shards."""
+        return fine if self._replica is None else self._replica.all_shards(fine)
 
     def _finish_sync(self) -> None:
         """The outer step, and this rank's weights after it."""
         if not self._finite():
-            _forget_broken(self.optimizer.state)
+            self._forget_broken()
             self._take_common()
             return
         self._common_at = self._sent_at
@@ -290,13 +315,20 @@ class LocalSGD(torch.optim.Optimizer):
         else:
             self._take_common()
 
+    def _forget_broken(self) -> None:
+        """Clear momentum and moments that are not finite: the next step would not be, either."""
+        for state in self.optimizer.state.values():
+            values = [own_values(one) for one in state.values() if isinstance(one, Tensor)]
+            if not self._everywhere(all(bool(torch.isfinite(one).all()) for one in values)):
+                state.clear()
+
     def _take_common(self) -> None:
         """The common weights and buffers become this rank's own."""
         self._show_common()
         self._vector.read(self._start)
 
     def _show_common(self) -> None:
-        self._vector.flat.write(self._weights)
+        self._vector.write_weights(self._weights)
         self._vector.write_buffers(self._common)
 
     def _rebase(self) -> None:
@@ -308,7 +340,7 @@ class LocalSGD(torch.optim.Optimizer):
         flat, (steps, _) = self._vector.flat, self._vector.split(self._message)
         start, buffers = self._vector.split(self._start)
         torch.sub(flat.read(steps), start, out=steps)
-        flat.write(torch.add(self._weights, steps, out=start))
+        self._vector.write_weights(torch.add(self._weights, steps, out=start))
         flat.read(start).sub_(steps)
         buffers.copy_(self._common)
 
@@ -366,6 +398,8 @@ class LocalSGD(torch.optim.Optimizer):
         Waits for an exchange that is in flight. It also happens when the process ends.
         """
         self._lane.close()
+        if self._replica is not None:
+            self._replica.close()
 
     def stats(self) -> LocalStats:
         """Bytes and times so far."""
@@ -392,7 +426,12 @@ class LocalSGD(torch.optim.Optimizer):
             "outer": kind_of(self._outer),
             "buffers": str(self._exchanges_buffers),
             "parameters": "\n".join(self._vector.lines),
+            **self._shard(),
         }
+
+    def _shard(self) -> dict[str, str]:
+        """Which part of the model this rank trains, if it is cut."""
+        return {} if self._replica is None else {"shard": self._replica.describe()}
 
     def state_dict(self) -> dict[str, Any]:
         """All that must be saved, on every rank, to resume exactly; its own weights are in it.
@@ -417,12 +456,12 @@ class LocalSGD(torch.optim.Optimizer):
             "exchanges": self._exchanges,
             "skipped": self._skipped,
             "exchanged buffers": list(self._vector.buffer_names),
-            "weights": {name: p.detach().clone() for name, p in self._vector.flat.named},
+            "weights": self._vector.flat.own(),
             "buffers": own_buffers(self._model, self._vector.buffer_names),
             "base": torch.cat([self._weights, self._common]),
             "start": self._start.clone(),
             "outer": self._outer and copy.deepcopy(self._outer.state_dict()),
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "optimizer": own_state(self.optimizer.state_dict()),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -439,7 +478,7 @@ class LocalSGD(torch.optim.Optimizer):
             self._untouched = flat.empty()
             saved = [state["weights"][name] for name, _ in flat.named]
             copy_all(flat.views(self._untouched), saved)
-            flat.write(self._untouched)
+            self._vector.write_weights(self._untouched)
             if state["exchanged buffers"] != self._vector.buffer_names:
                 self._begin(state["exchanged buffers"])  # others were finite then
             self._mean.load_state_dict(state["mean"])
@@ -453,13 +492,14 @@ class LocalSGD(torch.optim.Optimizer):
         self._sent_at = int(state.get("sent at", self._step))
         self._common_at = int(state.get("common at", self._step))
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch keeps its tensors
+        cut_state(self.optimizer)
         if self._outer is not None:
             self._outer.load_state_dict(copy.deepcopy(state["outer"]))
 
 
 def _check_given(optimizer: object, model: nn.Module) -> None:
     """ConfigError, with what works, for what LocalSGD cannot wrap."""
-    check_module(model)
+    check_module(model, sharded=True)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             "LocalSGD wraps a torch optimizer, such as SGD or AdamW, not "
@@ -483,9 +523,10 @@ def _delay(overlap: bool, steps: int | None, period: int) -> int:
     return steps
 
 
-def _forget_broken(state: Mapping[Any, Any]) -> None:
-    """Clear momentum and moments that are not finite: the next step would not be, either."""
-    for own in state.values():
-        values = [value for value in own.values() if isinstance(value, Tensor)]
-        if not all(bool(torch.isfinite(value).all()) for value in values):
-            own.clear()
+def _replica(
+    model: nn.Module, trained: Trained, group: dist.ProcessGroup | None
+) -> ShardedReplica | None:
+    """Of a model that FSDP2 has cut; None of a whole one."""
+    if not fsdp_modules(model):
+        return None
+    return ShardedReplica(model, [p for _, p in trained.named], group)

@@ -22,6 +22,7 @@ from laconic.errors import ConfigError
 from laconic.exchanges import Exchange
 from laconic.exchanges._policy import Chooser, policy_for
 from laconic.sharding._flat_parameters import FlatParameters
+from laconic.sharding._fsdp_shards import fsdp_modules, own_values
 from laconic.sharding._trained import Named, Trained
 
 
@@ -34,7 +35,8 @@ class ModelVector:
 
     def __init__(self, trained: Trained, model: nn.Module, policy: Chooser | None) -> None:
         own = {id(p) for _, p in trained.named}
-        named = [(name, p) for name, p in model.named_parameters() if id(p) in own and p.numel()]
+        every = [(name, p) for name, p in model.named_parameters() if id(p) in own]
+        named = [(name, p) for name, p in every if own_values(p).numel()]
         encoded, plain = [], []
         policy = policy_for(policy, named)
         for one in named:
@@ -70,8 +72,14 @@ class ModelVector:
     def write(self, x: Tensor) -> None:
         """The model = x, rounded to its dtypes."""
         weights, buffers = self.split(x)
-        self.flat.write(weights)
+        self.write_weights(weights)
         self.write_buffers(buffers)
+
+    def write_weights(self, x: Tensor) -> None:
+        """The parameters = x; FSDP gathers them again, where a forward has left whole ones."""
+        self.flat.write(x)
+        for _, part in fsdp_modules(self._model):
+            part.reshard()
 
     def read_buffers(self, x: Tensor) -> Tensor:
         """x = the buffers."""

@@ -12,6 +12,7 @@ from laconic._scratch import copy_all
 from laconic.codecs import Place
 from laconic.comm._context import chunk_edges
 from laconic.errors import ConfigError
+from laconic.sharding._fsdp_shards import own_values
 from laconic.sharding._trained import Named, sparse
 
 
@@ -22,7 +23,8 @@ class FlatParameters:
                               rank j owns x[e_j:e_{j+1}], e = edges
 
     One vector for all groups: one message per step to each rank, however many groups there are, and
-    chunks of equal size. `owner` is what errors call the schedule that these belong to.
+    chunks of equal size. `owner` is what errors call the schedule that these belong to. Of a
+    parameter that is cut among ranks (a DTensor) these are a rank's own values.
     """
 
     def __init__(
@@ -32,22 +34,24 @@ class FlatParameters:
         self.named: list[Named] = [one for group in groups for one in group]
         self.parameters: list[nn.Parameter] = [p for _, p in self.named]
         self.device = self.parameters[0].device
-        starts = list(accumulate((p.numel() for p in self.parameters), initial=0))
+        sizes = [value.numel() for value in self._values()]
+        starts = list(accumulate(sizes, initial=0))
         self.slices = [slice(*ends) for ends in pairwise(starts)]
         self.numel = starts[-1]
-        sizes = [sum(p.numel() for _, p in group) for group in groups]
-        self.groups = list(pairwise(accumulate(sizes, initial=0)))
+        counts = accumulate((len(group) for group in groups), initial=0)
+        self.groups = [(starts[i], starts[j]) for i, j in pairwise(counts)]
         self.edges = chunk_edges(self.numel, ranks)
         self.places = tuple(
-            Place(parameter=number, start=0, numel=p.numel(), total=p.numel())
-            for number, p in enumerate(self.parameters)
-            if p.numel()
+            Place(parameter=number, start=0, numel=numel, total=numel)
+            for number, numel in enumerate(sizes)
+            if numel
         )
         self._written = self._versions()
 
     def lines(self) -> list[str]:
         """The parameters in words, for ranks to compare."""
-        return [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.named]
+        values = zip(self.named, self._values(), strict=True)
+        return [f"{name} {tuple(value.shape)} {p.dtype}" for (name, p), value in values]
 
     def empty(self) -> Tensor:
         """A vector, not initialized."""
@@ -69,23 +73,23 @@ class FlatParameters:
 
     def views(self, x: Tensor) -> list[Tensor]:
         """A vector's parts, in the shapes of the parameters."""
-        pairs = zip(self.parameters, self.slices, strict=True)
-        return [x[part].view(p.shape) for p, part in pairs]
+        pairs = zip(self._values(), self.slices, strict=True)
+        return [x[part].view(value.shape) for value, part in pairs]
 
     def read(self, x: Tensor) -> Tensor:
         """x = the parameters."""
-        copy_all(self.views(x), [p.detach() for p in self.parameters])
+        copy_all(self.views(x), self._values())
         return x
 
     def write(self, x: Tensor) -> None:
         """The parameters = x, rounded to their dtype."""
-        copy_all([p.detach() for p in self.parameters], self.views(x))
+        copy_all(self._values(), self.views(x))
         self._written = self._versions()
 
     def changed(self, x: Tensor) -> str | None:
         """A parameter that is not x, in its own precision, if there is one; NaN is NaN."""
-        for (name, p), part in zip(self.named, self.views(x), strict=True):
-            if not torch.equal(p.detach().nan_to_num(), part.to(p).nan_to_num()):
+        for (name, _), value, part in zip(self.named, self._values(), self.views(x), strict=True):
+            if not torch.equal(value.nan_to_num(), part.to(value).nan_to_num()):
                 return name
         return None
 
@@ -107,6 +111,14 @@ class FlatParameters:
             )
         self._written = versions
 
+    def own(self) -> dict[str, Tensor]:
+        """Copies of the values by name."""
+        pairs = zip(self.named, self._values(), strict=True)
+        return {name: value.clone() for (name, _), value in pairs}
+
+    def _values(self) -> list[Tensor]:
+        return [own_values(p) for p in self.parameters]
+
     def _versions(self) -> list[int]:
         return [p._version for p in self.parameters]
 
@@ -125,7 +137,7 @@ class FlatParameters:
                 )
             if p.grad.is_sparse:
                 raise ConfigError(sparse(name, self._owner))
-            found.append(p.grad.detach())
+            found.append(own_values(p.grad))
             filled.append(part)
         copy_all(filled, found)
 
@@ -134,5 +146,5 @@ class FlatParameters:
         for p in self.parameters:
             if p.grad is None:
                 p.grad = torch.empty_like(p)
-        gradients = [p.grad.detach() for p in self.parameters if p.grad is not None]
+        gradients = [own_values(p.grad) for p in self.parameters if p.grad is not None]
         copy_all(gradients, self.views(x))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from laconic._wire import DTYPES
 from laconic.errors import ConfigError
+from laconic.sharding._fsdp_shards import own_values
 
 Named = tuple[str, nn.Parameter]
 
@@ -107,7 +108,7 @@ _or_freeze = "or freeze it (requires_grad_(False)) before making the schedule"
 
 def _check_memory(named: Sequence[Named]) -> None:
     """ConfigError if two of them lie in the same memory: writing one would undo the other."""
-    spans = sorted((*_span(p), name) for name, p in named if p.numel())
+    spans = sorted((*_span(p), name) for name, p in named if own_values(p).numel())
     for (_, end, a), (start, _, b) in pairwise(spans):
         if start < end:
             raise ConfigError(
@@ -119,5 +120,6 @@ def _check_memory(named: Sequence[Named]) -> None:
 
 def _span(p: Tensor) -> tuple[int, int]:
     """Addresses of the first value and after the last one."""
-    last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-    return p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size()
+    own = own_values(p)
+    last = sum((size - 1) * stride for size, stride in zip(own.shape, own.stride(), strict=True))
+    return own.data_ptr(), own.data_ptr() + (last + 1) * own.element_size()
