@@ -16,7 +16,6 @@ from laconic._key import seed_of
 from laconic._settings import whole
 from laconic._version import __version__
 from laconic.codecs import Codec, codec
-from laconic.comm._agreement import require_same_settings
 from laconic.errors import ConfigError
 from laconic.exchanges import Exchange, ScatterReduce
 from laconic.exchanges._error_report import error_stats
@@ -39,7 +38,12 @@ from laconic.integrations._monitor import (
     parameters_of,
     warn_of_noise,
 )
-from laconic.sharding._fsdp_shards import OwnReplica, fsdp_modules, groups_of
+from laconic.sharding._fsdp_shards import (
+    OwnReplica,
+    fsdp_modules,
+    groups_of,
+    require_same_in_mesh,
+)
 
 _BETWEEN = ("shards", "replicas", "both")
 
@@ -214,7 +218,10 @@ class FSDPHandle:
         }
         meshes = {unit.ranks: unit.group for unit in self._units}
         for group in meshes.values():
-            _agree_in(group, settings)
+            info = group.mesh_info
+            shards = getattr(info, "shard_process_group", None)
+            replicas = getattr(info, "replicate_process_group", None)
+            require_same_in_mesh(settings, shards, replicas, group.device)
 
     def _install(self, unit: Unit) -> None:
         """Replace the collectives of one module."""
@@ -260,28 +267,6 @@ def _check_torch(model: nn.Module) -> None:
             f"nothing in this {type(model).__name__} is sharded: call fully_shard on its blocks "
             "and on itself first (torch.distributed.fsdp)"
         )
-
-
-def _agree_in(group: Any, settings: dict[str, str]) -> None:
-    """Compare inside shard groups, then between replicas, which report each other's problems.
-
-    So all ranks of a mesh raise if any differ. In FSDP's own groups: one more group for this alone
-    would be one more communicator, and a group's name cannot be used again after destroying it.
-    """
-    shards = getattr(group.mesh_info, "shard_process_group", None)
-    replicas = getattr(group.mesh_info, "replicate_process_group", None)
-    problem = None
-    try:
-        if shards is not None:
-            require_same_settings(settings, shards, group.device)
-    except ConfigError as found:
-        problem = found
-    if replicas is not None:
-        require_same_settings(
-            {**settings, "shard group": str(problem or "agrees")}, replicas, group.device
-        )
-    if problem is not None:
-        raise problem
 
 
 def _check_new(group: Any) -> None:

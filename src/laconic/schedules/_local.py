@@ -16,7 +16,6 @@ from laconic._scratch import copy_all
 from laconic._settings import whole
 from laconic._version import __version__
 from laconic.codecs import Codec
-from laconic.comm._agreement import require_same_settings
 from laconic.comm._frame import Call
 from laconic.comm._threads import CommLane, own_group
 from laconic.errors import ConfigError
@@ -49,6 +48,7 @@ from laconic.sharding._fsdp_shards import (
     fsdp_modules,
     own_state,
     own_values,
+    require_same_in_mesh,
 )
 from laconic.sharding._trained import Trained
 
@@ -167,6 +167,8 @@ class LocalSGD(torch.optim.Optimizer):
         self._begin(running_statistics(model) if buffers else [])
         # what the model's parameters must still be at the first step
         self._untouched: Tensor | None = self._weights.clone()
+        if self._replica is not None:
+            self._replica.part()
 
     def _begin(self, buffers: Sequence[str]) -> None:
         """Vectors that hold the model as it is now, with these buffers."""
@@ -189,10 +191,11 @@ class LocalSGD(torch.optim.Optimizer):
             "overlap_steps": str(self.delay),
             "seed": str(self.seed),
             "buffers": str(buffers),
-            "parameters": "\n".join(self._vector.lines),
-            **self._shard(),
         }
-        require_same_settings(settings, self._lane.group, self._vector.flat.device)
+        own = {"parameters": "\n".join(self._vector.lines), **self._shard()}
+        shards = None if self._replica is None else self._replica.shards
+        device = self._vector.flat.device
+        require_same_in_mesh(settings, shards, self._lane.group, device, own)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from laconic.comm._agreement import require_same_settings
 from laconic.errors import ConfigError
 
 
@@ -130,36 +131,35 @@ class ShardedReplica:
                 f"this rank's shard, number {self.shards.rank()}, has no values to train: shard "
                 "the model among fewer ranks"
             )
-        self._before = [one.mesh_info for one in self._groups]
-        self._part()
 
     def _meshes(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
         """The groups of ranks that all modules are cut among, and copied to."""
-        infos = [one.mesh_info for one in self._groups]
-        found = []
-        for name in ("shard_process_group", "replicate_process_group"):
-            groups = [_inside(getattr(info, name, None)) for info in infos]
+        infos: list[Any] = [one.mesh_info for one in self._groups]
+        shards = [getattr(info, "shard_process_group", None) for info in infos]
+        replicas = [_inside(_replicas(one)) for one in self._groups]
+        for groups in (shards, replicas):
             members = {one and tuple(dist.get_process_group_ranks(one)) for one in groups}
-            if len(members) > 1 or (name == "shard_process_group" and None in members):
+            if len(members) > 1 or None in shards:
                 raise ConfigError(
                     "the model's modules are sharded on different meshes: use one mesh for all of "
                     f"them (here are groups of ranks {sorted(map(str, members))})"
                 )
-            found.append(groups[0])
-        return found[0], found[1]
+        assert shards[0] is not None
+        return shards[0], replicas[0]
 
-    def _part(self) -> None:
+    def part(self) -> None:
         """Turn FSDP's all-reduce between replicas off."""
-        for one, before in zip(self._groups, self._before, strict=True):
-            group = getattr(before, "replicate_process_group", None)
+        for one in self._groups:
+            group = _replicas(one)
             if group is not None and not isinstance(group, OwnReplica):
-                one.mesh_info = copy.copy(before)  # torch may share it
-                one.mesh_info.replicate_process_group = OwnReplica(group)
+                _set_replicas(one, OwnReplica(group))
 
     def close(self) -> None:
         """FSDP averages gradients between replicas again."""
-        for one, before in zip(self._groups, self._before, strict=True):
-            one.mesh_info = before
+        for one in self._groups:
+            group = _replicas(one)
+            if isinstance(group, OwnReplica):
+                _set_replicas(one, group.group)
 
     def describe(self) -> str:
         """Which part of the model this rank holds."""
@@ -173,14 +173,41 @@ class ShardedReplica:
         return bool(least.item())
 
 
+def require_same_in_mesh(
+    settings: dict[str, str],
+    shards: dist.ProcessGroup | None,
+    replicas: dist.ProcessGroup | None,
+    device: torch.device,
+    of_shard: Mapping[str, str] | None = None,
+) -> None:
+    """Compare inside shard groups, then between replicas, which report each other's problems.
+
+    So all ranks of a mesh raise if any differ. In groups that there are: one more group for this
+    alone would be one more communicator, and a group's name cannot be used again after destroying
+    it. `of_shard` is compared between replicas only.
+    """
+    problem = None
+    try:
+        if shards is not None:
+            require_same_settings(settings, shards, device)
+    except ConfigError as found:
+        problem = found
+    if replicas is not None:
+        news = {"shard group": str(problem or "agrees")}
+        require_same_settings({**settings, **(of_shard or {}), **news}, replicas, device)
+    if problem is not None:
+        raise problem
+
+
 def own_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of an optimizer's state_dict and of all tensors in it, a rank's own part of each."""
 
     def own(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: own(one) for name, one in value.items()}
         return own_values(value).clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
-    states = {i: {k: own(v) for k, v in one.items()} for i, one in state["state"].items()}
-    return {**{k: copy.deepcopy(v) for k, v in state.items() if k != "state"}, "state": states}
+    return own(dict(state))
 
 
 def cut_state(optimizer: torch.optim.Optimizer) -> None:
@@ -191,6 +218,16 @@ def cut_state(optimizer: torch.optim.Optimizer) -> None:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == shape and not is_dtensor(value):
                     state[name] = like(value, parameter)
+
+
+def _replicas(group: Any) -> Any:
+    """What FSDP takes for the group between replicas; None on a 1-D mesh."""
+    return getattr(group.mesh_info, "replicate_process_group", None)
+
+
+def _set_replicas(group: Any, replicas: Any) -> None:
+    group.mesh_info = copy.copy(group.mesh_info)  # torch may share it
+    group.mesh_info.replicate_process_group = replicas
 
 
 def _inside(group: Any) -> Any:
