@@ -25,7 +25,7 @@ from laconic.exchanges import _pair
 from laconic.kernels import using
 from laconic.schedules import _costs
 
-BACKENDS = ("reference", "numba", "triton")
+BACKENDS = ("reference", "numba", "triton", "staged")
 
 
 @pytest.fixture(scope="session", autouse=True)

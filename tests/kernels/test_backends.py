@@ -116,7 +116,7 @@ def fast_backend(name: str) -> Iterator[Fast]:
         yield Fast(name, module, device_of(name))
 
 
-@pytest.fixture(params=["numba", "triton"])
+@pytest.fixture(params=["numba", "triton", "staged"])
 def fast(request: pytest.FixtureRequest) -> Iterator[Fast]:
     yield from fast_backend(request.param)
 

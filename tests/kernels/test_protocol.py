@@ -9,6 +9,7 @@ import torch
 from helpers import kernels
 
 from laconic.kernels import Kernels, _reference, backend, using
+from laconic.kernels._choice import FORMS
 
 DEFINITION: Kernels = _reference  # which a type checker compares, too
 
@@ -25,7 +26,7 @@ def shape(own: Signature) -> list[tuple[str, object, object, object]]:
     return [(p.name, p.kind, p.default, p.annotation) for p in own.parameters.values()]
 
 
-@pytest.mark.parametrize("name", ["reference", "numba", "triton"])
+@pytest.mark.parametrize("name", FORMS)
 def test_a_backend_is_what_the_protocol_lists(name: str) -> None:
     module = kernels(name)
     if module is None:

@@ -16,7 +16,7 @@ from laconic.codecs._base import Codec, DecodeTarget, EncodeRequest, no_norm
 from laconic.codecs._linear import CODER, is_integer
 from laconic.coders import coder
 from laconic.errors import ConfigError
-from laconic.kernels import Coding, StepRule, backend
+from laconic.kernels import Coding, StepRule, backend, scratch_device
 from laconic.kernels._coding import BLOCK, LANES, LARGEST, Budgets, Section, Subtract, table
 
 _SUBTRACT = {"auto": Subtract.AUTO, "always": Subtract.ALWAYS, "never": Subtract.NEVER}
@@ -169,9 +169,10 @@ class ECDQ(Codec):
         steps, section = _sections(request.body, header)
         parts, kernels, subtract = header.parts, backend(x.device), _SUBTRACT[self.subtract]
         searched = self.error is not None and subtract is not Subtract.ALWAYS
-        budgets = Budgets.of(len(parts), x.device) if searched else None
+        place = scratch_device(x.device)
+        budgets = Budgets.of(len(parts), place) if searched else None
         if spent is not None and header.run:
-            spent = x.new_empty(len(parts), dtype=torch.float64)
+            spent = torch.empty(len(parts), dtype=torch.float64, device=place)
         errors = _per_run(_times(self.error or 0.0, request.shares, header), header)
         rule = StepRule(errors, self.step or 0.0, self.max_bits or 0.0, subtract)
         kernels.ecdq_steps(x, steps, parts, rule, budgets)

@@ -14,7 +14,7 @@ from laconic._wire import Wire
 from laconic.codecs._base import DecodeTarget, EncodeRequest, Place
 from laconic.codecs._residuals import tiling
 from laconic.codecs._wrapper import Wrapper
-from laconic.kernels import Output, backend
+from laconic.kernels import Output, backend, scratch_device
 
 _LARGEST = 2.0**102  # of ‖λQ‖: too little to move the largest float32, so c - λQ is finite if c is
 _CPU_CHUNK, _CHUNK = 1 << 18, 1 << 24  # values whose products are added up at a time
@@ -172,6 +172,8 @@ def _optimal(q: Tensor, c: Tensor) -> Tensor:
 
     ⟨q, c⟩ is finite just where all values are: an infinite q_i comes of a c_i that is not 0.
     """
+    place = scratch_device(c.device)
+    q, c = q.to(place), c.to(place)
     sums = _host_products(q, c) if _readable(c) else _products(q, c)
     qq, qc = sums.unbind()
     factor = torch.where(qq > 0, qc / qq, 0 * qc)

@@ -22,7 +22,7 @@ from laconic.codecs._linear import (
     UNSET,
     BlockQuantizer,
 )
-from laconic.kernels import ScaleKind, backend
+from laconic.kernels import ScaleKind, backend, scratch_device
 
 _KINDS = {"max": ScaleKind.MAX, "l2": ScaleKind.L2}
 _EMPTY = -(1 << 31)  # slot without an entry
@@ -131,10 +131,11 @@ class QSGDTopK(Codec):
         scale, slots = _top_sections(body)
         backend(x.device).scales(x, scale, block=0, kind=ScaleKind.L2)
         index = backend(x.device).topk(x, slots.numel())
-        values = x[index].to(torch.float64)
+        place = scratch_device(x.device)
+        values, index = x[index].to(place).to(torch.float64), index.to(place)
         before = values.abs().cumsum(0) - values.abs()
         entry = torch.where(values < 0, -index - 1, index)
-        slots.copy_(torch.where(before < scale, entry, _EMPTY))
+        slots.copy_(torch.where(before < scale.to(place), entry, _EMPTY))
 
     def _read(self, wire: Wire, body: Tensor, into: DecodeTarget) -> None:
         scale, slots = _top_sections(body)

@@ -17,7 +17,7 @@ from torch import Tensor
 from laconic._key import Key, _mix64
 from laconic._settings import described, refused
 from laconic.codecs._base import Codec, flat_input
-from laconic.kernels import ScaleKind, backend
+from laconic.kernels import ScaleKind, backend, scratch_device
 from laconic.kernels._layout import fraction_bits
 
 _NAMED = {"max": (math.inf, math.inf), "l2": (2.0, 2.0)}
@@ -47,7 +47,7 @@ def local_norm(x: Tensor, q: float) -> Tensor:
     backend(flat.device).scales(flat, norm, block=0, kind=kind)
     if q == 2 or math.isinf(q):
         return norm
-    power = _finite(torch.linalg.vector_norm(flat, q, dtype=torch.float64))
+    power = _exact_norm(flat, q)
     return torch.where(torch.isfinite(norm), torch.maximum(power, norm), norm)
 
 
@@ -56,8 +56,7 @@ def global_norm(norms: Tensor, p: float) -> Tensor:
     largest = norms.amax().to(torch.float32)
     norm = largest
     if not math.isinf(p):
-        norm = torch.linalg.vector_norm(norms, p, dtype=torch.float64)
-        norm = torch.maximum(_finite(norm), largest)
+        norm = torch.maximum(_exact_norm(norms, p), largest)
     return torch.where(torch.isfinite(norms).all(), norm, torch.nan).view(1)
 
 
@@ -84,9 +83,11 @@ def shared_scale(codec: Codec, x: Tensor, workers: int, norm: Tensor | float | N
     return codec.local_norm(x)
 
 
-def _finite(norm: Tensor) -> Tensor:
-    """fp64 to fp32; what only fp64 can hold becomes the largest fp32, which is scale enough."""
-    return norm.clamp(max=torch.finfo(torch.float32).max).to(torch.float32)
+def _exact_norm(x: Tensor, p: float) -> Tensor:
+    """‖x‖_p, found in fp64; what only that can hold becomes the largest fp32, which is enough."""
+    there = x.to(scratch_device(x.device))
+    norm = torch.linalg.vector_norm(there, p, dtype=torch.float64)
+    return norm.clamp(max=torch.finfo(torch.float32).max).to(torch.float32).to(x.device)
 
 
 class Draw(NamedTuple):

@@ -1,6 +1,7 @@
 """Kernels: the same functions in plain torch, Numba (CPU) and Triton (CUDA), byte for byte.
 
-`Kernels` lists them. `backend(device)` picks a backend; `using("reference")` overrides that.
+`Kernels` lists them. `backend(device)` picks a backend; `using("reference")` overrides that. Other
+devices run them in torch, or staged through the CPU: `choice(device)` says which, and why.
 """
 
 from __future__ import annotations
@@ -8,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
-from importlib import import_module
-from typing import cast
 
 import torch
 
 from laconic.errors import ConfigError
+from laconic.kernels._choice import FORMS, STAGED, Choice, choice, load
 from laconic.kernels._layout import ScaleKind
 from laconic.kernels._protocol import (
     Coding,
@@ -26,8 +25,10 @@ from laconic.kernels._protocol import (
     Rotation,
     StepRule,
 )
+from laconic.kernels._staging import CPU
 
 __all__ = [
+    "Choice",
     "Coding",
     "Dither",
     "Kernels",
@@ -38,30 +39,29 @@ __all__ = [
     "ScaleKind",
     "StepRule",
     "backend",
+    "choice",
+    "scratch_device",
     "using",
 ]
 
-_BACKENDS = ("reference", "numba", "triton")
-_BY_DEVICE = {"cpu": "numba", "cuda": "triton"}
 _chosen: ContextVar[str | None] = ContextVar("laconic_kernels", default=None)
 
 
 def backend(device: torch.device) -> Kernels:
-    """The kernels for a device; devices without their own use the torch reference."""
-    return _loaded(_chosen.get() or _BY_DEVICE.get(device.type, "reference"))
+    """The kernels for a device; `_choice.py` says which those are where there are none of ours."""
+    return load(_chosen.get() or choice(device).form)
 
 
-@lru_cache
-def _loaded(name: str) -> Kernels:
-    """The module, looked up once: every encode and decode asks for it."""
-    return cast(Kernels, import_module(f"laconic.kernels._{name}"))
+def scratch_device(device: torch.device) -> torch.device:
+    """Where codecs put what only kernels read, float64 among it: devices may not have that."""
+    return CPU if (_chosen.get() or choice(device).form) in STAGED else device
 
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
-    """Run the enclosed code on one named backend: reference, numba or triton."""
-    if name not in _BACKENDS:
-        raise ConfigError(f"no kernels are called {name!r}; there are {', '.join(_BACKENDS)}")
+    """Run the enclosed code on one named backend: reference, numba, triton, staged or torch."""
+    if name not in FORMS:
+        raise ConfigError(f"no kernels are called {name!r}; there are {', '.join(FORMS)}")
     token = _chosen.set(name)
     try:
         yield

@@ -1,0 +1,30 @@
+"""Kernels for devices that have none: those of the CPU, on copies of their arguments."""
+
+from laconic.kernels import _numba, _staging
+
+scales = _staging.staged(_numba.scales, "out")
+quantize = _staging.staged(_numba.quantize, "scale", "codes")
+dequantize = _staging.staged(_numba.dequantize, "output")
+accumulate = _staging.staged(_numba.accumulate, "output")
+add_codes = _staging.staged(_numba.add_codes, "out")
+read_sums = _staging.staged(_numba.read_sums, "out")
+exponential_quantize = _staging.staged(_numba.exponential_quantize, "codes")
+exponential_dequantize = _staging.staged(_numba.exponential_dequantize, "output")
+exponential_reduce = _staging.staged(_numba.exponential_reduce, "out")
+times_powers = _staging.staged(_numba.times_powers, "out")
+row_exponents = _staging.staged(_numba.row_exponents, "out")
+nested_quantize = _staging.staged(_numba.nested_quantize, "scale", "checks", "codes")
+nested_dequantize = _staging.staged(_numba.nested_dequantize, "failed", "output")
+rotate_into = _staging.staged(_numba.rotate_into, "out")
+rotate_back = _staging.staged(_numba.rotate_back, "output")  # y is scratch by then
+rotate_quantize = _staging.staged(_numba.rotate_quantize, "scale", "codes")
+dequantize_rotate = _staging.staged(_numba.dequantize_rotate, "output")
+encode_integers = _staging.staged(_numba.encode_integers, "section")
+decode_integers = _staging.staged(_numba.decode_integers, "q")
+ecdq_steps = _staging.staged(_numba.ecdq_steps, "steps", "budgets")
+ecdq_encode = _staging.staged(_numba.ecdq_encode, "steps", "section", "spent")
+ecdq_decode = _staging.staged(_numba.ecdq_decode, "output")
+topk = _staging.staged(_numba.topk)
+words_check = _staging.staged(_numba.words_check)
+message_check = _staging.staged(_numba.message_check)
+payload_check = _staging.staged(_numba.payload_check)
