@@ -20,6 +20,7 @@ _MODULES = {
     "schedules": "[The page](schedules.md) has rules and settings.",
     "planner": "[Probe and plan](planner.md), and [the model](performance-model.md).",
     "lab": "[The page](lab.md) has an example.",
+    "doctor": "What `laconic doctor` does.",
     "testing": "What a codec of your own must pass.",
     "race": "What `laconic race` does.",
     "report": "What a race's report is made by.",

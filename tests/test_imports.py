@@ -41,7 +41,7 @@ LAYERS = (
     ("server",),
     ("schedules",),
     ("integrations",),
-    ("planner", "lab", "bench", "testing"),
+    ("planner", "lab", "bench", "testing", "doctor"),
     ("race",),
     ("report",),
     ("cli", "__main__", "_compress"),

@@ -84,7 +84,7 @@ def test_all_names_are_listed_and_imported_by_a_star() -> None:
 INTERNAL = {"StepTimer", "Preconditioner", "BucketLayout", "CodecGroup", "CommLane"}
 PUBLIC = (
     *("codecs", "coders", "exchanges", "schedules", "server", "integrations", "planner"),
-    *("lab", "race", "report", "bench", "testing"),
+    *("lab", "race", "report", "bench", "testing", "doctor"),
 )
 
 

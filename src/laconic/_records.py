@@ -47,6 +47,10 @@ def _value(hint: Any, found: object, where: str) -> Any:
         if not isinstance(found, list | tuple):
             raise ValueError(f"{where} is {shortened(found)}, not a list")
         return tuple(_value(choices[0], one, f"{where}[{i}]") for i, one in enumerate(found))
+    if get_origin(hint) is dict:
+        if not isinstance(found, dict):
+            raise ValueError(f"{where} is {shortened(found)}, not an object")
+        return {name: _value(choices[1], one, f"{where}.{name}") for name, one in found.items()}
     if choices:  # X | None
         return None if found is None else _value(choices[0], found, where)
     if is_dataclass(hint):

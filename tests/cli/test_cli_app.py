@@ -24,6 +24,7 @@ from laconic.coders import coders
 
 COMMANDS = (
     ("race",),
+    ("doctor",),
     ("probe",),
     ("plan",),
     ("lab",),

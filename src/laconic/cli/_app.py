@@ -12,6 +12,8 @@ from laconic.cli._bench import bench_command
 from laconic.cli._codecs import EPILOG as CODECS
 from laconic.cli._codecs import codecs_command
 from laconic.cli._common import Commands, examples
+from laconic.cli._doctor import EPILOG as DOCTOR
+from laconic.cli._doctor import doctor_command
 from laconic.cli._lab import lab
 from laconic.cli._plan import EPILOG as PLAN
 from laconic.cli._plan import plan_command
@@ -24,6 +26,7 @@ _EPILOG = examples(
     "laconic race",
     "laconic plan --link 1gbit --workers 8 --params 125m --compute 300ms",
     "laconic lab run --hosts 4 --rate 100mbit -- python train.py",
+    "laconic doctor",
     "laconic codecs ecdq",
     note="Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted, 141 output closed.",
 )
@@ -36,6 +39,7 @@ app = typer.Typer(
     epilog=_EPILOG,
 )
 app.command("race", epilog=RACE)(race_command)
+app.command("doctor", epilog=DOCTOR)(doctor_command)
 app.command("probe", epilog=PROBE)(probe_command)
 app.command("plan", epilog=PLAN)(plan_command)
 app.add_typer(lab, name="lab")

@@ -14,8 +14,8 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from errno import ENOSPC
 from functools import partial
 from itertools import takewhile
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # imported when something is shown
 FAILED, USAGE, INTERRUPTED, UNREAD = 1, 2, 130, 141
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite files that laconic did not write.")]
 
 _SPELLED = "laconic-spelled"
@@ -49,11 +50,11 @@ def examples(*lines: str, note: str = "") -> str:
     return "\n".join(["[bold]Examples[/]", *shown, *(["", note] if note else [])])
 
 
-def console(width: int) -> Console:
+def console(width: int, *, stderr: bool = False) -> Console:
     """At least `width` columns wide: narrower terminals wrap lines."""
     from rich.console import Console
 
-    made = Console()
+    made = Console(stderr=stderr)
     made.width = max(width, made.width)
     return made
 
@@ -67,6 +68,32 @@ def table(title: str | None, *columns: str, numbers: bool = True) -> Table:
     for index, name in enumerate(columns):
         made.add_column(name, justify="right" if index and numbers else "left", no_wrap=numbers)
     return made
+
+
+@contextmanager
+def progress(*, quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
+    """A line on stderr: what is being done, the part that is done, and the time that is left.
+
+    What it gives is called with the first two, the part from 0 to 1. Nothing is shown if stderr is
+    no terminal, and the line is removed at the end.
+    """
+    if quiet or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda what, done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    shown = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(24),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with shown:
+        task = shown.add_task("starting", total=1.0)
+        yield lambda what, done: shown.update(task, description=what, completed=done)
 
 
 def split_codecs(text: str) -> tuple[str, ...]:
