@@ -11,19 +11,31 @@ from laconic.integrations._checkpoint import AllRanks, PerRank
 from laconic.integrations._compress import compress as compress  # lc.compress also takes auto
 from laconic.integrations._ddp import comm_hook
 from laconic.integrations._fsdp import FSDPHandle
-from laconic.integrations._handle import Handle, HasState, HasStats, Stats, log_stats
+from laconic.integrations._handle import (
+    DictLogger,
+    Handle,
+    HasState,
+    HasStats,
+    MetricsLogger,
+    ScalarLogger,
+    Stats,
+    log_stats,
+)
 from laconic.integrations._saving import load, save
 from laconic.integrations._state import HookState
 
 __all__ = [
     "AllRanks",
+    "DictLogger",
     "FSDPHandle",
     "Handle",
     "HasState",
     "HasStats",
     "HookState",
+    "MetricsLogger",
     "PerRank",
     "Policy",
+    "ScalarLogger",
     "Stats",
     "comm_hook",
     "load",

@@ -136,14 +136,61 @@ class HasStats(Protocol):
         ...
 
 
-def log_stats(handle: HasStats, add_scalar: Callable[..., Any], step: int | None = None) -> None:
-    """Hand `handle.stats()` to a function of name, value and step, one number after another.
+class ScalarLogger(Protocol):
+    """Takes one number at a time, as TensorBoard's SummaryWriter."""
 
-    `lc.log_stats(handle, writer.add_scalar, step)` with TensorBoard's SummaryWriter. Loggers that
-    take all at once are given `handle.stats().scalars()`: wandb.log, Lightning's log_dict,
-    Accelerator.log. Without `step` the count of the statistics is used.
+    def add_scalar(self, name: str, value: float, step: int, /) -> Any:
+        """Log one number."""
+        ...
+
+
+class DictLogger(Protocol):
+    """Takes all at once and counts steps itself, as wandb and its runs."""
+
+    def log(self, values: dict[str, float], /, *, step: int | None) -> Any:
+        """Log all numbers."""
+        ...
+
+
+class MetricsLogger(Protocol):
+    """Takes all at once, as mlflow and the loggers of Lightning."""
+
+    def log_metrics(self, values: dict[str, float], /, *, step: int) -> Any:
+        """Log all numbers."""
+        ...
+
+
+def log_stats(
+    handle: HasStats,
+    target: ScalarLogger | DictLogger | MetricsLogger | Callable[[str, float, int], Any],
+    step: int | None = None,
+) -> None:
+    """Log `handle.stats()` by TensorBoard, Weights & Biases, MLflow, or a function.
+
+    `target` is a SummaryWriter, a run of wandb (or the module), mlflow, any other object with
+    `add_scalar(name, value, step)`, `log_metrics(values, step=)` or `log(values, step=)`, or a
+    function of name, value and step. Without `step` the count of the statistics is used; what has
+    `log` counts itself.
     """
-    scalars = handle.stats().scalars(prefix="")
-    at = int(scalars.get("steps", 0)) if step is None else step
-    for name, value in scalars.items():
-        add_scalar(f"laconic/{name}", value, at)
+    stats = handle.stats()
+    values = stats.scalars()
+    at = int(stats.scalars(prefix="").get("steps", 0)) if step is None else step
+    # getattr, not isinstance of a protocol: loggers of ranks that log nothing make up attributes
+    if add_scalar := getattr(target, "add_scalar", None):
+        _one_by_one(add_scalar, values, at)
+    elif log_metrics := getattr(target, "log_metrics", None):
+        log_metrics(values, step=at)
+    elif log := getattr(target, "log", None):
+        log(values, step=step)
+    elif callable(target):
+        _one_by_one(target, values, at)
+    else:
+        raise ConfigError(
+            "log_stats takes an object with add_scalar (TensorBoard), log (wandb) or log_metrics "
+            f"(mlflow), or a function of name, value and step, not {target!r}"
+        )
+
+
+def _one_by_one(add_scalar: Callable[..., Any], values: Mapping[str, float], step: int) -> None:
+    for name, value in values.items():
+        add_scalar(name, value, step)
