@@ -9,7 +9,7 @@ JOBS ?= 2
 RACE := $(VENV)/.race
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test docs fuzz long bench lint kernels format clean
+.PHONY: help venv demo test docs fuzz long bench lint kernels format dist clean
 
 help: ## Say what the targets do
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -49,6 +49,10 @@ kernels: $(STAMP) # compiled once, not by all tests that are first at the same t
 format: $(STAMP) ## Rewrite the code in house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+dist: $(STAMP) ## Build what is published, in dist: the sources, and from them the wheel
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
 
 clean: ## Remove caches and builds, but not .venv
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist

@@ -101,6 +101,8 @@ def main() -> None:
         ratio = f"{peer:.2f}" if peer else "–"
         table.add_row(row["name"], f"{row['ms']:.1f}", spread, f"{row['per_copy']:.2f}", ratio)
     Console().print(table)
+    if not any(row["per_piquant_add"] for row in rows):
+        print("without pi-quant, which is not installed: pypiquant has no wheel for Python 3.14")
     keep("cpu", rows, options)
 
 
