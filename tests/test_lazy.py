@@ -77,6 +77,24 @@ def test_all_names_are_listed_and_imported_by_a_star() -> None:
     assert run("from laconic import *\nprint(SSD.__name__, callable(codecs))") == "SSD True"
 
 
+def test_functions_that_use_laconic_are_sent_to_other_processes() -> None:
+    """As Ray and Dask do: functions of a script with the modules that they use."""
+    code = """
+import pickle
+import laconic as lc, laconic.codecs, laconic.exchanges
+for module in (lc, lc.codecs, lc.exchanges):
+    assert pickle.loads(pickle.dumps(module)) is module
+try:
+    import cloudpickle
+except ImportError:
+    cloudpickle = None
+def names():
+    return lc.codecs()
+print(not cloudpickle or pickle.loads(cloudpickle.dumps(names))() == lc.codecs())
+"""
+    assert run(code) == "True"
+
+
 # Types in public signatures are public
 
 

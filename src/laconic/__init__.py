@@ -67,14 +67,21 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _Laconic(ModuleType):
+class _Imported(ModuleType):
+    """Pickled by name, which cloudpickle (Ray, Dask, ..) does with plain modules alone."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, (self.__name__,)
+
+
+class _Laconic(_Imported):
     def __setattr__(self, name: str, value: object) -> None:
         if name in _LISTINGS and isinstance(value, ModuleType):
             value.__class__ = _Listing
         super().__setattr__(name, value)
 
 
-class _Listing(ModuleType):
+class _Listing(_Imported):
     """`laconic.codecs` is a package, and `laconic.codecs()` the names of all codecs."""
 
     def __call__(self) -> list[str]:
