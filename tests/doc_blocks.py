@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import shlex
 import subprocess
@@ -29,8 +30,19 @@ EXEMPT = {
 }
 OWN_SCRIPTS = ("train.py",)  # names that stand for the reader's own program
 # programs that start others: what they are given is looked at, their own options are not
-LAUNCHERS = ("torchrun", "accelerate", "srun", "horovodrun")
-OTHERS = ("cd", "export", "git", "tensorboard", "ssh", "open")  # nothing of ours to check
+LAUNCHERS = ("torchrun", "accelerate", "srun", "horovodrun", "torchx")
+OTHERS = (
+    "cd",
+    "export",
+    "git",
+    "tensorboard",
+    "ssh",
+    "open",
+    "echo",
+    "head",
+)  # nothing of ours to check
+
+DOCKER = ("FROM", "WORKDIR", "COPY", "RUN", "CMD", "ENV", "USER")
 
 _FENCE = re.compile(r"^(?P<indent>\s*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)$")
 _EXAMPLE = re.compile(r"^#\s*(examples/\S+\.py)\s*$")
@@ -304,12 +316,26 @@ def check_make(words: Sequence[str]) -> None:
             raise Wrong(f"the Makefile has no target {word}")
 
 
+def check_dockerfile(text: str) -> None:
+    """Instructions that Docker knows, FROM first; what RUN and CMD start works."""
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line]
+    if not text.startswith("FROM "):
+        raise Wrong("a Dockerfile begins with FROM")
+    for number, (name, *rest) in enumerate(steps, 1):
+        if name not in DOCKER or not rest:
+            raise Wrong(f"no instruction of a Dockerfile: {' '.join([name, *rest])}")
+        if name == "RUN":
+            check_shell(Block("a Dockerfile", number, "sh", rest[0] + "\n"))
+        elif name == "CMD":
+            check_command(json.loads(rest[0]))
+
+
 def check_pip(words: Sequence[str]) -> None:
     """Extras that pyproject.toml has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     there = set(project["optional-dependencies"])
     for word in words:
-        found = re.match(r"^(?:laconic|\.)\[(.+)\]", word)
+        found = re.match(r"^(?:laconic|\.|\./laconic)\[(.+)\]", word)
         for extra in found[1].split(",") if found else ():
             if extra.strip() not in there:
                 raise Wrong(f"there is no extra {extra.strip()}")

@@ -24,6 +24,7 @@ from doc_blocks import (
     check_calls,
     check_command,
     check_diff,
+    check_dockerfile,
     check_example,
     check_shell,
     example_of,
@@ -67,7 +68,7 @@ def test_there_are_blocks_of_every_kind() -> None:
 
 
 def test_every_block_has_a_language_that_is_tested() -> None:
-    known = {"python", "diff", "yaml", "json", *SHELLS, *EXEMPT}
+    known = {"python", "diff", "yaml", "json", "dockerfile", *SHELLS, *EXEMPT}
     wrong = [f"{block} ({block.language or 'none'})" for block in BLOCKS]
     wrong = [told for told, block in zip(wrong, BLOCKS, strict=True) if block.language not in known]
     assert not wrong, f"give each one of {sorted(known)}: {wrong}"
@@ -114,7 +115,29 @@ def test_examples_of_the_programs_own_help_are_understood() -> None:
 @pytest.mark.parametrize("block", of("yaml"))
 def test_yaml_is_yaml(block: Block) -> None:
     yaml = pytest.importorskip("yaml")
-    assert yaml.safe_load(block.text) is not None
+    found = yaml.safe_load(block.text)
+    assert found is not None
+    for name in ("setup", "run"):  # of SkyPilot
+        check_shell(Block(str(block), 1, "bash", found.get(name, "")))
+
+
+@pytest.mark.parametrize("block", of("dockerfile"))
+def test_dockerfiles_are_understood(block: Block) -> None:
+    check_dockerfile(block.text)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("RUN pip install laconic", "FROM"),
+        ("FROM a\nRNU pip install laconic", "RNU"),
+        ("FROM a\nRUN pip install 'laconic[nothing]'", "nothing"),
+        ('FROM a\nCMD ["torchrun", "nothing.py"]', "nothing"),
+    ],
+)
+def test_a_wrong_dockerfile_is_seen(text: str, match: str) -> None:
+    with pytest.raises(Wrong, match=match):
+        check_dockerfile(text)
 
 
 @pytest.mark.parametrize("block", of("json"))
@@ -175,6 +198,8 @@ def block(text: str, language: str = "sh") -> Block:
         ("torchrun --nproc-per-node 2 examples/nothing.py", "nothing"),
         ("accelerate launch examples/nothing.py", "nothing"),
         ("srun torchrun examples/nothing.py", "nothing"),
+        ("torchx run dist.ddp -j 1x2 --script examples/nothing.py", "nothing"),
+        ("torchx run dist.ddp -j 1x2 -m laconic -- prob", "prob"),
         ("pip install 'laconic[nothing]'", "nothing"),
         ("pip install -e '.[nothing]'", "nothing"),
         ("frobnicate --now", "no rule"),
