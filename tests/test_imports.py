@@ -29,6 +29,7 @@ LAYERS = (
         "_host",
         "_files",
         "_records",
+        "_progress",
     ),
     ("kernels",),
     ("_wire",),

@@ -26,6 +26,9 @@ SIZES = (64, 300, 300, 10)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
+TOLD: list[tuple[str, float]] = []
+
+
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Linear(a, b) for a, b in pairwise(SIZES)]
@@ -56,10 +59,17 @@ def with_adamw(rank: int) -> dict:
 def on_two_nodes(rank: int) -> dict:
     names = {"LOCAL_WORLD_SIZE": 2, "LOCAL_RANK": rank % 2, "GROUP_RANK": rank // 2}
     os.environ |= {name: str(value) for name, value in names.items()}
-    return asdict(probe(codecs=("dqsg:bits=4",), patience_s=PATIENCE_S))
+    TOLD.clear()
+    watch = lambda *one: TOLD.append(one)  # noqa: E731
+    return asdict(probe(codecs=("dqsg:bits=4",), patience_s=PATIENCE_S, watch=watch))
 
 
-answers = ranks.shared([with_a_model, with_adamw, on_two_nodes], 4)
+def told_meanwhile(rank: int) -> list[tuple[str, float]]:
+    """By the job before."""
+    return TOLD
+
+
+answers = ranks.shared([with_a_model, with_adamw, on_two_nodes, told_meanwhile], 4)
 
 
 @pytest.mark.parametrize("job", ["with_a_model", "with_adamw", "on_two_nodes"])
@@ -111,6 +121,13 @@ def test_nodes_are_measured_apart(answers: ranks.Answers) -> None:
     assert (cluster.workers, cluster.per_node, cluster.nodes) == (4, 2, 2)
     assert cluster.inside is not None and cluster.between is not None
     assert cluster.flat.ranks == 4 and cluster.inside.ranks == cluster.between.ranks == 2
+
+
+def test_a_probe_tells_what_it_measures(answers: ranks.Answers) -> None:
+    told = answers[0, "told_meanwhile"]
+    assert [what for what, _ in told][-2:] == ["the device", "dqsg:bits=4"]
+    done = [part for _, part in told]
+    assert done[0] == 0 and done == sorted(done) and done[-1] < 1
 
 
 def test_a_file_holds_all(answers: ranks.Answers, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from laconic._host import processor
+from laconic._progress import Watch, announced, part, unwatched
 from laconic.codecs import codec
 from laconic.codecs._profiler import CodecProfiler, Quality
 from laconic.errors import ConfigError
@@ -35,6 +36,7 @@ CODECS = (
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ON_CPU, _ON_GPU = 16_000_000, 64_000_000  # values: larger than what caches hold
 _FEWEST = 5  # rounds: below that there are no percentiles to speak of
+_FIRST = 0.2  # of the work: the first calls, which compile
 _REPLAYS = 5  # of a graph between two looks at a GPU's clock
 
 Work = Callable[[], object]
@@ -85,6 +87,7 @@ def bench(
     device: str = "cpu",
     threads: int | None = None,
     patience_s: float = 20.0,
+    watch: Watch = unwatched,
 ) -> Bench:
     """Measure for about `patience_s`, the first calls not counted; five rounds at least.
 
@@ -106,21 +109,23 @@ def bench(
     with _threads(threads), _fitting(values):
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(values, generator=generator, device=device).to(DTYPES[dtype])
-        return _measured(x, codecs or CODECS, dtype, patience_s)
+        return _measured(x, codecs or CODECS, dtype, patience_s, watch)
 
 
-def _measured(x: Tensor, specs: Sequence[str], dtype: str, patience_s: float) -> Bench:
+def _measured(
+    x: Tensor, specs: Sequence[str], dtype: str, patience_s: float, watch: Watch
+) -> Bench:
     target = torch.zeros_like(x)
     work: dict[tuple[str, str], Work] = {("", "copy"): lambda: target.copy_(x)}
     found: dict[str, Quality] = {}
     skipped: dict[str, str] = {}
-    for spec in specs:
+    for spec in announced(specs, part(watch, 0.0, _FIRST)):
         try:
             found[spec], encode, decode = _works(spec, x, target)
             work[spec, "encode"], work[spec, "decode"] = encode, decode
         except (ConfigError, NotImplementedError, TypeError) as error:
             skipped[spec] = " ".join(str(error).split())
-    seconds = _in_turns(work, x.device, patience_s)
+    seconds = _in_turns(work, x.device, patience_s, part(watch, _FIRST, 1.0))
     copy = statistics.median(seconds["", "copy"])
     size = x.numel() * x.element_size()
 
@@ -171,7 +176,7 @@ def _works(spec: str, x: Tensor, target: Tensor) -> tuple[Quality, Work, Work]:
 
 
 def _in_turns(
-    work: dict[tuple[str, str], Work], device: torch.device, patience_s: float
+    work: dict[tuple[str, str], Work], device: torch.device, patience_s: float, told: Watch
 ) -> dict[tuple[str, str], list[float]]:
     """Seconds of every round, each item once in a round."""
     watches = {
@@ -183,6 +188,8 @@ def _in_turns(
     seconds: dict[tuple[str, str], list[float]] = {name: [] for name in work}
     end, rounds = time.perf_counter() + patience_s, 0
     while rounds < _FEWEST or time.perf_counter() < end:
+        passed = 1 - (end - time.perf_counter()) / patience_s
+        told("all codecs in turns", min(rounds / _FEWEST, passed))
         for name, watch in watches.items():
             seconds[name].append(watch())
         rounds += 1

@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from laconic._progress import part
 from laconic._units import parse_count, seconds
-from laconic.cli._common import Json, console, examples, print_json, split_codecs, table
+from laconic.cli._common import (
+    Json,
+    Quiet,
+    console,
+    examples,
+    print_json,
+    progress,
+    split_codecs,
+    table,
+)
 from laconic.cli._names import NAMES, complete
 
 if TYPE_CHECKING:
@@ -51,6 +61,7 @@ def bench_command(
     patience_s: Annotated[
         float, typer.Option("--seconds", help="Approximate duration per device.")
     ] = 20.0,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Measure the codecs on this machine, relative to a memory copy.
@@ -65,17 +76,19 @@ def bench_command(
     wanted = split_codecs(codecs) if codecs else None
     count = parse_count(values) if values else None
     devices = [device] if device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    found = [
-        bench(
-            codecs=wanted,
-            values=count,
-            dtype=dtype,
-            device=one,
-            threads=threads,
-            patience_s=patience_s,
-        )
-        for one in devices
-    ]
+    with progress(quiet=quiet) as watch:
+        found = [
+            bench(
+                codecs=wanted,
+                values=count,
+                dtype=dtype,
+                device=one,
+                threads=threads,
+                patience_s=patience_s,
+                watch=part(watch, number / len(devices), (number + 1) / len(devices)),
+            )
+            for number, one in enumerate(devices)
+        ]
     if as_json:
         print_json([asdict(one) for one in found])
         return

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 import typer
 from typer.core import TyperGroup
 
+from laconic._progress import Watch, unwatched
 from laconic.errors import ConfigError, LaconicError
 
 if TYPE_CHECKING:  # imported when something is shown
@@ -71,14 +72,13 @@ def table(title: str | None, *columns: str, numbers: bool = True) -> Table:
 
 
 @contextmanager
-def progress(*, quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
+def progress(*, quiet: bool = False) -> Iterator[Watch]:
     """A line on stderr: what is being done, the part that is done, and the time that is left.
 
-    What it gives is called with the first two, the part from 0 to 1. Nothing is shown if stderr is
-    no terminal, and the line is removed at the end.
+    Nothing is shown if stderr is no terminal, and the line is removed at the end.
     """
     if quiet or sys.stderr is None or not sys.stderr.isatty():
-        yield lambda what, done: None
+        yield unwatched
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

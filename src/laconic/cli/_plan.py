@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from laconic._files import Kind, check_target, write_made
+from laconic._progress import part
 from laconic._units import parse_count, parse_rate, parse_seconds, rate, seconds, size
-from laconic.cli._common import Force, Json, console, examples, print_json, table
+from laconic.cli._common import (
+    Force,
+    Json,
+    Quiet,
+    console,
+    examples,
+    print_json,
+    progress,
+    table,
+)
 from laconic.cli._names import NAMES, complete
 from laconic.errors import ConfigError
 
@@ -27,6 +37,7 @@ EPILOG = examples(
 _MODEL, _PAPER, _OUTPUT = "Model", "Cluster on paper", "Output"
 _SHOWN, _SHOWN_ABOVE = 12, 4  # strategies within the error budget, and above it
 _WIDTH = 120
+_BEFORE_PLOT = 0.8  # of the work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +163,7 @@ def plan_command(
         bool, typer.Option("--all", help="Show all strategies.", rich_help_panel=_OUTPUT)
     ] = False,
     force: Force = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Predict which strategies pay off, and at which link rates.
@@ -177,8 +189,19 @@ def plan_command(
         job = _on_paper(paper, model, workers)
     else:
         job = _probed(probe, paper, model, workers)
-    found = plan(job.at(1.0), job.workload, error=error, link_bit_s=job.link_bit_s, at=job.at)
-    page = None if plot is None else plotted(found, job.workload, job.at)
+    with progress(quiet=quiet) as watch:
+        found = plan(
+            job.at(1.0),
+            job.workload,
+            error=error,
+            link_bit_s=job.link_bit_s,
+            at=job.at,
+            watch=part(watch, 0.0, 1.0 if plot is None else _BEFORE_PLOT),
+        )
+        page = None
+        if plot is not None:
+            watch("plot", _BEFORE_PLOT)
+            page = plotted(found, job.workload, job.at)
     if as_json:
         best = {"verdict": found.verdict, "best": found.best.name, "code": found.best.code}
         print_json(asdict(found) | best)

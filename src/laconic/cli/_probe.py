@@ -21,10 +21,12 @@ from laconic.cli._common import (
     USAGE,
     Force,
     Json,
+    Quiet,
     console,
     examples,
     exit_with,
     print_json,
+    progress,
     split_codecs,
     table,
 )
@@ -70,6 +72,7 @@ def probe_command(
         Path | None, typer.Option(help="File to write, for laconic plan --probe.")
     ] = None,
     force: Force = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Measure links, devices, codecs and a model, on all ranks at once.
@@ -97,7 +100,10 @@ def probe_command(
     try:
         with _process_group(patience_s) as device:
             setup = planner.load_setup(model) if model else None
-            found = planner.probe(setup, codecs=wanted, device=device, patience_s=patience_s)
+            with progress(quiet=quiet or rank > 0) as watch:
+                found = planner.probe(
+                    setup, codecs=wanted, device=device, patience_s=patience_s, watch=watch
+                )
     except LaconicError:
         raise
     except RuntimeError as error:  # torch's: a lost rank, a time-out

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
+from laconic._progress import Watch, unwatched
 from laconic._version import __version__
 from laconic.doctor._facts import Facts, facts
 from laconic.doctor._finding import Finding, fine, named, problem
@@ -31,8 +32,6 @@ from laconic.doctor._meeting import Meeting, Seat
 from laconic.doctor._network import check_addresses, check_port
 from laconic.doctor._software import check_backends, check_frameworks, check_versions
 from laconic.errors import ConfigError, LostError
-
-Watch = Callable[[str, float], None]
 
 _COMPILING_S = 300.0  # kernels compile when they are first used, on busy hosts slowly
 _LINKS_S = 5.0
@@ -59,7 +58,7 @@ def doctor(
     *,
     timeout_s: float = 30.0,
     environ: Mapping[str, str] = os.environ,
-    watch: Watch = lambda what, done: None,
+    watch: Watch = unwatched,
 ) -> Report:
     """Check this host, or call it on all ranks that torchrun started.
 

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Literal
 
 from laconic._cost import Cluster, CodecCost, Workload
+from laconic._progress import Watch, announced, unwatched
 from laconic._spec import to_spec
 from laconic._units import rate
 from laconic.codecs import codec
@@ -128,6 +129,7 @@ def plan(
     strategies: Iterable[Strategy] | None = None,
     link_bit_s: float | None = None,
     at: At | None = None,
+    watch: Watch = unwatched,
 ) -> Plan:
     """Predict strategies (by default all that are sensible), and rank them.
 
@@ -146,7 +148,7 @@ def plan(
     curves = Curves(workload, at or cluster.faster)
     plain_s = curves.seconds(PLAIN_DDP, 1.0)
     choices, above = [], []
-    for strategy in usable:
+    for strategy in announced(list(usable), watch):
         found = predict(strategy, cluster, workload)
         within = found.error <= error
         searched = within and not strategy.plain

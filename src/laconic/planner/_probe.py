@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from laconic._cost import Cluster, Links, Workload
 from laconic._files import Kind, read_json, write_made
+from laconic._progress import Watch, announced, part, unwatched
 from laconic._records import numbers, record
 from laconic._version import __version__
 from laconic.comm._threads import device_of, lane_count
@@ -119,6 +120,7 @@ def probe(
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
     patience_s: float = 30.0,
+    watch: Watch = unwatched,
 ) -> Probe:
     """Measure: links, device, codecs, and the model if one is given. Call it on all ranks.
 
@@ -134,11 +136,15 @@ def probe(
     place = device or device_of(every)
     codecs = codecs_for(place) if codecs is None else codecs
     clock = Clock(every, place)
+    watch("links", 0.0)
     flat = probe_links(clock, patience_s / 4)
+    watch("links inside and between nodes", 0.25)
     per_node, inside, between = _levels(clock, patience_s / 4)
+    watch("the device", 0.4)
     shared = probe_device(clock, flat, patience_s / 8)
     workload, sample = None, Sample.gaussian(place, every.size())
     if setup is not None:
+        watch("the model", 0.45)
         workload, sample = probe_model(setup, clock, patience_s / 8)
     each = patience_s / 2 / max(1, len(codecs))
     cluster = Cluster(
@@ -148,7 +154,10 @@ def probe(
         inside=inside,
         between=between,
         device=shared,
-        codecs=tuple(probe_codec(spec, sample, clock, each) for spec in codecs),
+        codecs=tuple(
+            probe_codec(spec, sample, clock, each)
+            for spec in announced(codecs, part(watch, 0.55, 1.0))
+        ),
         lanes=lane_count(every, place),
         backend=str(dist.get_backend(every)),
     )
