@@ -132,7 +132,7 @@ def run(script: str, ranks: int, folder: Path, programs: Programs) -> list[dict[
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize(("script", "fewer"), [(NANOGPT, 5), (TIMM, 5)], ids=["nanogpt", "timm"])
+@pytest.mark.parametrize(("script", "fewer"), [(NANOGPT, 3), (TIMM, 2.5)], ids=["nanogpt", "timm"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_two_lines_are_enough(
     script: str, fewer: float, ranks: int, tmp_path: Path, programs: Programs

@@ -610,7 +610,7 @@ def test_the_exchange_is_called_as_it_should_be(uses: ranks.Answers) -> None:
     for found in of_all(uses, "watched"):
         assert found["draws"] == [(5, 1), (5, 2), (5, 3)]
         assert sum(found["places"]) == 64 * 192 + 192 * 192 + 192 * 10 + 192 + 192 + 10
-        assert found["default"] == [64 * 192, 192 * 192, 192 * 10] and found["one"] == [192 * 10]
+        assert found["default"] == [64 * 192, 192 * 192] and found["one"] == [192 * 10]
         for name in ("one scratch", "one memory", "behind", "went on", "error surfaces"):
             assert found[name], name
 

@@ -18,7 +18,7 @@ Chooser = Callable[[str, nn.Parameter], Choice]
 
 _LARGE = 10_000  # values: worth encoding in any model
 _SMALL = 512  # .. where small matrices are more than a little of what trains
-_SHARE = 0.02  # .. of all values that train
+_SHARE = 0.01  # .. of all values that train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class Policy:
     off from some hundred values on, if there are enough of them to matter:
 
     1. Matrices of 10,000 values or more are encoded: over 99% of most models.
-    2. So are those of 512 to 9,999 where they hold 2% or more of all that trains, and together with
-       larger ones 10,000 values: adapters (LoRA) and small networks.
+    2. So are those of 512 to 9,999 where together they have 10,000 values or more, and 1% of all
+       that trains: adapters (LoRA) and small networks.
 
     `rules` come first: patterns of names, in order, each with True, False, or the spec string
     of a codec for these parameters alone (a finer budget for a head, say).
@@ -76,14 +76,15 @@ class Policy:
         if self.min_numel is not None:
             return self
         trained = [(name, one) for name, one in named if one.requires_grad]
-        sizes = [
+        small = sum(
             one.numel()
             for name, one in trained
-            if one.dim() >= self.min_dims and one.numel() >= _SMALL and self._rule(name) is None
-        ]
-        small = sum(size for size in sizes if size < _LARGE)
-        much = small >= _SHARE * sum(one.numel() for _, one in trained)
-        return replace(self, min_numel=_SMALL if much and sum(sizes) >= _LARGE else _LARGE)
+            if _SMALL <= one.numel() < _LARGE
+            and one.dim() >= self.min_dims
+            and self._rule(name) is None
+        )
+        enough = max(_LARGE, _SHARE * sum(one.numel() for _, one in trained))
+        return replace(self, min_numel=_SMALL if small >= enough else _LARGE)
 
     def _rule(self, name: str) -> Choice | None:
         return next(

@@ -71,7 +71,7 @@ def compress(
         if not state.encodes and not state.codec.lossless and dist.get_rank() == 0:
             _log.warning(
                 "nothing of this model is compressed: by default only matrices of 10,000 values "
-                "or more are, or smaller ones if they have as many together; "
+                "or more are, or smaller ones that have as many together; "
                 "policy=lc.Policy(min_numel=0) takes all"
             )
         return state
